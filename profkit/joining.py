@@ -1,4 +1,4 @@
-"""All ranks of a job compared, each reduced by itself in a worker.
+"""All ranks of a job: compared, each reduced by itself in a worker; and the runs of its machines put together.
 
 A run is a directory that ``profkit run`` made, or one that holds such directories, one a node. Each trace file is read
 by one worker, which hands back light records; what comes out does not depend on how many workers there are.
@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import shutil
+import stat
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -18,9 +20,11 @@ from pathlib import Path
 from profkit.analysis.ranks.comparison import RanksResult, join_ranks
 from profkit.analysis.ranks.reduce import ReadRanks, read_and_reduce
 from profkit.errors import CaptureError, RunError, UsageError
-from profkit.files import collector_off
+from profkit.files import collector_off, whole_folder
 from profkit.reading import open_trace
-from profkit.run.directory import MANIFEST, RANK_LIGHT, Run
+from profkit.run.directory import MANIFEST, RANK_LIGHT, Run, runs_of_job
+from profkit.run.job import Job, claim
+from profkit.run.light_columns import read_light_columns
 
 _LIGHT_PER_TASK = 64
 """One light record takes some milliseconds: a worker gets this many at a time."""
@@ -76,7 +80,7 @@ def read_ranks(path: str | Path, *, workers: int | None = None) -> RanksResult:
     if len(found) < 2:
         ((only, source),) = found
         if only.world_size > 1 or source.trace is None:
-            others = "; copy the runs of the other machines into one directory, as node0, node1, …"
+            others = "; put the runs of the other machines together with `profkit gather`"
             of = f" of {only.world_size}" if only.world_size > 1 else ""
             raise UsageError(f"{path}: holds rank {only.rank}{of} alone, and nothing to compare it with{others}")
         raise UsageError(f"{path}: holds one rank; profkit kernels {source.folder}")
@@ -135,3 +139,75 @@ def _read_by_processes(sources: Sequence[RankSource], workers: int | None) -> li
         return [reduce_source(source) for source in sources]
     with ProcessPoolExecutor(count, mp_context=multiprocessing.get_context("spawn")) as pool:
         return list(pool.map(reduce_source, sources))
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """What was put together: the run of each machine, its ranks, and how many machines the job has, if it says so."""
+
+    output: Path
+    runs: tuple[tuple[str, tuple[int, ...]], ...]
+    expected: int | None
+    left_out: tuple[str, ...]
+    """What lies in the runs and is no file: links, folders, pipes."""
+
+
+def gather(sources: Sequence[Path], output: Path) -> Gathered:
+    """Copy the runs into ``output``, which is new, as ``node0``, ``node1``, … in the order of their ranks.
+
+    ``sources`` are runs of one machine each, or directories that hold such runs; the output appears whole or not at
+    all.
+
+    Raises:
+        RunError: a source is no run, cannot be read, or is larger than the room on the disk.
+        UsageError: two sources hold one rank or are of different jobs, or one does not know its ranks.
+        OSError: the copy cannot be written.
+    """
+    paths = [run for source in sources for run in (runs_of_job(source) or [source])]
+    runs = [Run(path) for path in paths]
+    ranks = {run.path: _ranks_of(run) for run in runs}
+    for run in runs:
+        if not ranks[run.path]:
+            raise UsageError(f"{run.path}: does not say which ranks it holds; it cannot be put with others")
+    twice = [rank for rank, count in Counter(rank for run in runs for rank in ranks[run.path]).items() if count > 1]
+    if twice:
+        both = [str(run.path) for run in runs if twice[0] in ranks[run.path]]
+        raise UsageError(f"rank {twice[0]} is in {' and in '.join(both)}; name each machine's run of one job once")
+    jobs = [run.manifest.job or Job() for run in runs]
+    ids = list(dict.fromkeys(job.id for job in jobs if job.id is not None))
+    if len(ids) > 1:
+        raise UsageError(f"the runs are of different jobs: {' and '.join(ids)}")
+    counts = {job.count for job in jobs if job.unit == "node"} if len({job.unit for job in jobs}) == 1 else {None}
+    expected = counts.pop() if len(counts) == 1 else None
+    if output.exists():
+        raise RunError(f"{output}: exists; name a new directory with -o")
+    target = Path(os.path.realpath(output))
+    around = next((run.path for run in runs if target.is_relative_to(os.path.realpath(run.path))), None)
+    if around is not None:
+        raise UsageError(
+            f"{output}: lies within {around}, which is to be copied; name a directory outside of it with -o"
+        )
+    made, left_out = [], list[str]()
+    with whole_folder(output) as partial_folder:
+        for number, run in enumerate(sorted(runs, key=lambda run: ranks[run.path])):
+            place = claim(partial_folder, Job(ids[0] if ids else None, expected, number))
+            left_out += _copy_files(run.path, place)
+            made.append((place.name, ranks[run.path]))
+    return Gathered(output, tuple(made), expected, tuple(left_out))
+
+
+def _copy_files(source: Path, place: Path) -> list[str]:
+    """Copy the files in a run; return what else lies there and is left out: links, folders, pipes."""
+    sizes = {path: path.lstat() for path in sorted(source.iterdir())}
+    files = [path for path, status in sizes.items() if stat.S_ISREG(status.st_mode)]
+    needed, free = sum(sizes[path].st_size for path in files), shutil.disk_usage(place).free
+    if needed > free:
+        raise RunError(f"{source}: holds {needed / 2**30:.3g} GiB, and {place.parent} has room for {free / 2**30:.3g}")
+    for path in files:
+        shutil.copy2(path, place / path.name, follow_symlinks=False)
+    return [str(path) for path in sizes if path not in files]
+
+
+def _ranks_of(run: Run) -> tuple[int, ...]:
+    noted = {process.rank for process in run.manifest.processes if process.rank is not None}
+    return tuple(sorted(noted or {read_light_columns(path).record.rank for path in run.light_records.values()}))

@@ -260,23 +260,23 @@ def sum_kinds(ranks: list[Rank]) -> dict[str, Row]:
     return rows
 
 
-def sum_waits(ranks: list[Rank]) -> list[int]:
-    """Return how long each rank waited for others; two waits at once count once."""
-    waits: list[list[tuple[int, int]]] = [[] for _ in ranks]
+def sum_waits(ranks: list[Rank]) -> list[list[int]]:
+    """Return how long each rank waited for each other; of two waits at once the first counts."""
+    waits: list[list[tuple[int, int, int]]] = [[] for _ in ranks]
     for parts in _matched(ranks):
         least = min(map(_length, parts.values()))
         late = min(number for number, call in sorted(parts.items()) if _length(call) == least)
         is_late = max(map(_length, parts.values())) - least >= LATE_NS
         if is_late and parts[late].kind in WAIT_FOR_ALL:
             for number, call in parts.items():
-                waits[number].append((call.start, call.start + _length(call) - least))
-    sums = [0] * len(ranks)
+                waits[number].append((call.start, call.start + _length(call) - least, late))
+    matrix = [[0] * len(ranks) for _ in ranks]
     for number, mine in enumerate(waits):
         reach = 0
-        for start, end in sorted(mine):
-            sums[number] += max(0, end - max(start, reach))
+        for start, end, late in sorted(mine):
+            matrix[number][late] += max(0, end - max(start, reach))
             reach = max(reach, end)
-    return sums
+    return matrix
 
 
 def steps_and_exposed(rank: Rank) -> tuple[float, float]:

@@ -116,8 +116,7 @@ def test_a_delay_is_named_whatever_recorded_it(tmp_path: Path, place: str) -> No
     assert [row.bus_bandwidth for row in untimed.groups] == [None]
     # How long the others waited counts, though nobody knows when; the last optimizer comes after all collectives.
     waited = 8 * (4 if place == "optimizer" else 5)
-    waits = [round((one.waiting_ns or 0) * untimed.step_count / MS) for one in untimed.ranks]
-    assert waits == [waited, waited, 0, waited]
+    assert [round(time / MS) for time in untimed.waits_ns[:, 2].tolist()] == [waited, waited, 0, waited]
 
 
 def test_a_host_that_keeps_its_gpu_waiting_between_phases_is_named_where_nobody_timed_collectives(
@@ -137,7 +136,7 @@ def test_nobody_waits_for_the_last_rank_of_a_broadcast() -> None:
         for step in record.steps:
             step.collectives.kind[:] = ["broadcast"]
     result = compare_records(records)
-    assert not result.waiting_ns
+    assert not result.waits_ns.any()
     assert [row.waiting_ns for row in result.groups] == [0]
     assert result.verdict.most_rank is None
 
@@ -325,7 +324,7 @@ def test_time_that_is_waited_in_two_collectives_at_once_counts_once(tmp_path: Pa
 
     result = read_ranks(write_two_hosts(tmp_path, 3, events))
 
-    assert [one.waiting_ns for one in result.ranks] == [25 * MS, 0]
+    assert result.waits_ns.tolist() == [[0, 3 * 25 * MS], [0, 0]]
     assert sum(row.waiting_ns for row in result.groups) == 3 * 20 * MS
     text = said("ranks", tmp_path)
     assert "waiting in collectives: 12.50 ms" in text
@@ -338,6 +337,7 @@ def test_bandwidth_counts_from_the_last_arrival(tmp_path: Path) -> None:
     assert (row.count, row.kind, row.dtype, row.rank_count) == (5, "all_reduce", "float32", 4)
     assert row.byte_count == 5 * BYTES
     assert row.wire_ns == 5 * WIRE_NS
+    assert row.algorithm_bandwidth == pytest.approx(BYTES / WIRE_NS * 1e9)
     assert row.bus_bandwidth == pytest.approx(BYTES / WIRE_NS * 1e9 * 1.5)
 
 
@@ -396,7 +396,7 @@ def test_ranks_recorded_in_full_are_compared_with_light_records_in_the_same_step
     assert (culprit.rank, culprit.cause) == (1, "data")
     assert culprit.late_ns == pytest.approx(20 * MS, rel=0.02)
     assert result.step_count == 3
-    assert [round((one.waiting_ns or 0) / MS) for one in result.ranks] == [20, 0, 20, 20]
+    assert [round(wait / 3 / MS) for wait in result.waits_ns[:, 1].tolist()] == [20, 0, 20, 20]
 
 
 def _record_in_full(record: LightRecord) -> ReducedRank:
@@ -582,10 +582,14 @@ def test_lines_of_source_tell_a_ranks_own_python_between_phases_from_the_profile
         assert within_ns or verdict.culprit.phase == "before forward"
 
 
-def test_the_report_shows_ranks(tmp_path: Path) -> None:
+def test_the_report_shows_ranks_and_who_waits_for_whom(tmp_path: Path) -> None:
     trace = write_nsys(tmp_path / "trace.sqlite", simulate(3, 3, [Delay(1, "forward", 20 * MS)]))
     section = _section_of_ranks(trace)
     assert "Rank 1 is late" in section
+    # Two of three ranks wait for one.
+    assert section.count("<rect x=") == 2
+    assert "rank 0 waits 20.0" in section
+    assert "rank 2 waits 20.0" in section
     assert not _section_of_ranks(write_nsys(tmp_path / "one.sqlite", simulate(1, 3)))
     # A damaged light record leaves the rest.
     run = write_kineto_run(tmp_path / "run", simulate(2, 3))

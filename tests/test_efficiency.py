@@ -18,7 +18,7 @@ from matplotlib.text import Annotation
 from profkit import read_trace
 from profkit.analysis.efficiency import Amount, Peaks, RunFacts
 from profkit.analysis.efficiency.limits import MOVERS, Roofline, Verdict, build_roofline, judge
-from profkit.analysis.efficiency.summary import count_launches
+from profkit.analysis.efficiency.summary import EfficiencyResult, count_launches
 from profkit.analysis.kernels import CATEGORIES
 from profkit.analysis.summarize import summarize_capture
 from profkit.analysis.time_account.account import recorded_idle, unprofiled_idle
@@ -26,7 +26,9 @@ from profkit.analysis.time_account.gpu_time import DataWait, GpuParts
 from profkit.analysis.tree.range_tree import build_nodes
 from profkit.errors import TraceError, UsageError
 from profkit.reading import open_capture
+from profkit.report.commands.efficiency import build_efficiency_document
 from profkit.report.commands.steps import limit_words
+from profkit.report.document import Lines
 from profkit.report.plots import plot_roofline, rate_of
 from profkit.run.work import FUSED, RunWork
 from tests.conftest import ROOT
@@ -222,7 +224,7 @@ def test_a_graph_traced_whole_is_one_launch_that_computes(tmp_path: Path) -> Non
 
 def test_one_rank_has_the_same_gpu_time_alone_and_among_all(captures: Path) -> None:
     steps = read_trace(captures / "ddp.nsys2025.sqlite", rank=1).efficiency().steps
-    assert [(step.rank, step.device) for step in steps] == [(1, 1)] * 2
+    assert [(step.rank, step.device, step.waiting_ns) for step in steps] == [(1, 1, None)] * 2
     both = read_trace(captures / "ddp.nsys2025.sqlite").efficiency().steps
     assert [step.gpu for step in steps] == [step.gpu for step in both if step.rank == 1]
 
@@ -253,6 +255,17 @@ def test_a_step_within_a_step_is_part_of_the_outer_one(tmp_path: Path) -> None:
     result = opened.efficiency()
     assert (len(result.steps), result.step_count, result.model_flops) == (2, 2, 3_000)
     assert opened.self_check.findings == ()
+
+
+def test_a_range_that_mostly_waits_names_the_rank_that_it_waits_for(captures: Path) -> None:
+    """Rank 1 arrives last: rank 0 waits for 51.6 of the 60.6 ms that both spend in all-reduces of the steps."""
+    opened = read_trace(captures / "ddp.nsys2025.sqlite")
+    row = rows_by_path(opened.efficiency("step *"))["step */backward/ncclAllReduce"]
+    waited_ns = sum(step.waiting_ns or 0 for step in opened.efficiency().steps)
+    assert (row.verdict, row.waiting_for) == ("communication-bound", 1)
+    assert waited_ns > row.busy_ns / 2
+    alone = opened.of_rank(0).efficiency("step *")
+    assert {row.waiting_for for row in alone.ranges} == {None}, "one rank does not know"
 
 
 @pytest.mark.parametrize(
@@ -337,6 +350,54 @@ def test_the_table_of_ranks_fits_a_screen_and_a_failed_capture_says_so_first(cap
     done = run_command("efficiency", captures / "lossy.nsys2023.sqlite", "--strict")
     assert done.returncode == 3
     assert done.stdout.startswith("SELF-CHECK FAILED")
+
+
+def _measure(folder: Path, range: str | None = None, *, numbered: bool = False) -> EfficiencyResult:
+    """Two steps of 10 ms: in layer 0 the GPU is idle while the host launches, in the optimizer outside CUDA."""
+    builder = NsysBuilder()
+    for step in (0, 1):
+        at = 100_000_000 * step
+        builder.range(f"step {step}", at, at + 10_000_000)
+        builder.range("forward", at, at + 6_000_000)
+        builder.range("layer 0", at, at + 3_000_000)
+        builder.call(at, name="cudaMalloc_v3020", duration=1_150_000 + 50_000 * step)
+        builder.kernel(at + 1_210_000 + 50_000 * step, 1_700_000, start=at + 1_300_000)
+        builder.range("layer 1", at + 3_000_000, at + 6_000_000)
+        builder.kernel(at + 3_010_000, 2_950_000, start=at + 3_020_000)
+        builder.range("optimizer", at + 6_000_000, at + 10_000_000)
+        builder.kernel(at + 6_010_000, 2_200_000, start=at + 6_020_000)
+        builder.kernel(at + 9_900_000, 90_000, start=at + 9_910_000)
+    trace = builder.write(folder / f"{range}.sqlite")
+    return read_trace(trace).efficiency(range, numbered=numbered)
+
+
+def test_the_longest_wait_is_named_first_and_ranges_within_a_named_one_are_left_out(tmp_path: Path) -> None:
+    result = _measure(tmp_path)
+    shares = {row.name: row.launching_share for row in result.ranges}
+    assert shares["layer *"] == pytest.approx(0.206, abs=0.001), "forward, which lies around it, is named"
+    assert _also_idle(result) == ["optimizer 42.7% (Python), forward 20.6% (kernel launches)"]
+
+
+@pytest.mark.parametrize(
+    ("range", "said"),
+    [
+        ("layer 0", ["step 1/forward/layer 0 42.0% (kernel launches), step 0/forward/layer 0 40.3% (kernel launches)"]),
+        ("step 1", ["optimizer 42.7% (Python), forward 21.0% (kernel launches)"]),
+        ("layer 1", []),  # nothing waits
+    ],
+)
+def test_ranges_of_one_name_are_named_by_the_shortest_path_that_no_other_has(
+    tmp_path: Path, range: str, said: list[str]
+) -> None:
+    assert _also_idle(_measure(tmp_path, range, numbered=True)) == said
+
+
+def _also_idle(result: EfficiencyResult) -> list[str]:
+    """Return the line on host waits, if there is one, without its first words."""
+    notes = build_efficiency_document(result, ()).parts[-1]
+    assert isinstance(notes, Lines)
+    start = "Also idle for more than 20 % for one reason: "
+    return [line.removeprefix(start) for line in notes.lines if line.startswith(start)]
 
 
 def test_operators_without_a_formula_are_named_where_flops_are_and_no_care_of_the_summary(tmp_path: Path) -> None:

@@ -135,8 +135,7 @@ def test_accelerates_ranks_under_torchs_launcher(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     processes = manifest_of(tmp_path / "run")["processes"]
     assert [one["rank"] for one in processes] == [0, 1]
-    opened = read_trace(tmp_path / "run")
-    assert [opened.of_rank(rank).kernels("backward").instances for rank in opened.ranks.numbers] == [2, 2]
+    assert [row.instances for row in read_trace(tmp_path / "run").kernels("backward").ranks] == [2, 2]
 
 
 @pytest.mark.parametrize(("package", "call"), [("transformers", ".train()"), ("lightning", ".fit(Net(), data)")])

@@ -1,4 +1,4 @@
-"""A GPU's time: sets of stretches, the parts of a window, what the host did meanwhile."""
+"""A GPU's time: sets of stretches, the parts of a window, what the host did meanwhile, waiting for other ranks."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from profkit import read_trace
+from profkit.analysis.efficiency.summary import GpuStep, describe_steps
 from profkit.analysis.intervals import Stretches, disjoint_pieces, gaps, intersect, subtract, union_ns, unite
 from profkit.analysis.placing.attribution import Attribution, attribute_work
+from profkit.analysis.ranks.matching import find_waiting
 from profkit.analysis.time_account.gpu_time import (
     LONGEST_PAUSE_NS,
     GpuParts,
@@ -281,6 +283,53 @@ def test_a_gpu_that_is_done_early_is_idle_until_the_others_are_or_until_it_has_o
     columns = (windows.device, windows.start_ns, windows.end_ns)
     edges = list(zip(*(column.tolist() for column in columns), strict=True))
     assert edges == [(0, 0, 220), (0, 200, 620), (1, 0, 520), (1, 520, 620)]
+
+
+def test_waiting_is_the_time_before_the_last_rank_arrived(tmp_path: Path) -> None:
+    builder = NsysBuilder()
+    reduce, send = "ncclDevKernel_AllReduce_Sum_f32_RING_LL", "ncclDevKernel_Broadcast_RING_LL"
+    for pid, device, arrives in ((100, 0, 100), (200, 1, 160)):
+        builder.range("step 0", 0, 500, tid=pid, pid=pid)
+        builder.kernel(5, 200 - arrives, name=reduce, tid=pid, pid=pid, device=device, start=arrives)
+        # The sender finishes before the receiver begins, so waiting is unknown.
+        builder.kernel(6, 20, name=send, tid=pid, pid=pid, device=device, start=250 + 30 * device)
+    first, second = _steps(builder.write(tmp_path / "t.sqlite"))
+    assert (first.rank, first.process, first.device) == (0, 100, 0)
+    assert (first.communication_ns, first.waiting_ns, first.untold_ns) == (120, 60, 20)
+    assert (second.process, second.communication_ns, second.waiting_ns, second.untold_ns) == (200, 60, 0, 20)
+    assert first.gpu.exposed_communication_ns == 120
+    alone = NsysBuilder()
+    alone.range("step 0", 0, 500)
+    alone.kernel(5, 100, name=reduce)
+    (step,) = _steps(alone.write(tmp_path / "one.sqlite"))
+    assert (step.waiting_ns, step.untold_ns) == (None, 100), "in a trace of one rank it is unknown"
+
+
+def test_each_collective_is_waited_for_by_its_name_and_a_gpu_of_two_ranks_is_no_ranks(tmp_path: Path) -> None:
+    builder = NsysBuilder()
+    reduce, gather = "ncclDevKernel_AllReduce_Sum_f32_RING_LL", "ncclDevKernel_AllGather_RING_LL"
+    for device, (reduces, gathers) in enumerate([(100, 300), (160, 310), (130, 350)]):
+        pid = 100 * (device + 1)
+        builder.range("step 0", 0, 500, tid=pid, pid=pid)
+        builder.kernel(5, 200 - reduces, name=reduce, tid=pid, pid=pid, device=device, start=reduces)
+        builder.kernel(6, 400 - gathers, name=gather, tid=pid, pid=pid, device=device, start=gathers)
+    builder.kernel(
+        7, 30, name="ncclDevKernel_Reduce_RING_LL", tid=100, pid=100, device=0, start=420
+    )  # without partners
+    builder.range("step 0", 0, 500, tid=400, pid=400)
+    builder.kernel(5, 10, tid=400, pid=400, device=2, start=20)
+    opened = read_trace(builder.write(tmp_path / "t.sqlite"))
+    waiting = find_waiting(opened.trace, opened.ranks)
+    columns = (waiting.device, waiting.last, waiting.start_ns, waiting.end_ns)
+    pieces = sorted(zip(*(column.tolist() for column in columns), strict=True))
+    assert pieces == [(0, 1, 100, 160), (0, 2, 300, 350), (1, 2, 310, 350), (2, 1, 130, 160)]
+    assert waiting.is_known.sum() == 6
+    assert waiting.rank_of == {0: 0, 1: 1}, "two ranks launch on GPU 2"
+
+
+def _steps(path: Path) -> tuple[GpuStep, ...]:
+    opened = read_trace(path)
+    return describe_steps(opened.account, find_waiting(opened.trace, opened.ranks))
 
 
 def _pairs(one: Stretches) -> list[tuple[int, int]]:

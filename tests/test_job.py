@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import shutil
 import socket
 import sys
 import threading
@@ -16,6 +17,7 @@ import pytest
 from click.testing import CliRunner
 
 from profkit.errors import RunError, UsageError
+from profkit.joining import gather
 from profkit.run.directory import choose_run, make_run_directory, runs_of_job
 from profkit.run.job import Job, find_job, local_rank_number, node_number, rank_number, rank_of_command
 from tests.in_process import check_command, manifest_of, run_command
@@ -62,14 +64,19 @@ STEP = {**SLURM, "SLURM_STEP_ID": "3"}
         ({**SLURM, "SLURM_STEP_NUM_TASKS": "8"}, ["python", "a.py"], Job("88", 8, 1, "rank")),
         ({**SLURM, "SLURM_STEP_NUM_TASKS": "1"}, ["srun", "python", "a.py"], None),
         ({"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "3"}, ["python", "a.py"], Job(None, 4, 3, "rank")),
-        ({**MPI, "PMIX_NAMESPACE": "13"}, ["python", "a.py"], Job(None, 4, 2, "rank")),
-        ({**MPI_IN_SLURM, "PMIX_NAMESPACE": "13"}, ["python", "a.py"], Job("88", 4, 2, "rank")),
+        ({**MPI, "PMIX_NAMESPACE": "13"}, ["python", "a.py"], Job("13", 4, 2, "rank")),
+        ({**MPI_IN_SLURM, "PMIX_NAMESPACE": "13"}, ["python", "a.py"], Job("88.13", 4, 2, "rank")),
         ({**MPI_IN_SLURM, "OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_RANK": "0"}, ["python", "a.py"], None),
         ({"PMI_SIZE": "2", "PMI_RANK": "1", "MPI_LOCALNRANKS": "1"}, ["accelerate", "launch", "a.py"], Job(None, 2, 1)),
         ({**MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "1"}, ["accelerate", "launch", "a.py"], Job(None, 4, 2)),
         ({**STEP, "SLURM_STEP_NUM_TASKS": "8"}, ["python", "a.py"], Job("88.3", 8, 1, "rank")),
         ({**STEP, "SLURM_STEP_NUM_TASKS": "2"}, TORCHRUN, Job("88.3/j7/head:29500", 2, 1)),
         ({**STEP, "SLURM_STEP_NUM_TASKS": "1"}, TORCHRUN, Job("88/j7/head:29500", 2)),
+        (
+            {**STEP, "SLURM_STEP_NUM_TASKS": "8", "SLURM_RESTART_COUNT": "2"},
+            ["python", "a.py"],
+            Job("88.3 restart 2", 8, 1, "rank"),
+        ),
         ({**MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "4"}, ["torchrun", "--nnodes=1", "a.py"], Job(None, 4, 2, "rank")),
         (MPI_IN_SLURM, ["mpirun.openmpi", "-n", "4", "python", "a.py"], None),
     ],
@@ -86,9 +93,15 @@ def test_the_launcher_or_the_cluster_says_which_machine_of_which_job_this_is(
         ({"RANK": "5", "GROUP_RANK": "1"}, 5, 1),
         ({**SLURM, "SLURM_STEP_NUM_TASKS": "2"}, 1, 1),
         ({"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "3"}, 3, None),
+        ({**MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}, 2, 1),
+        ({**MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}, 2, 0),
+        ({**MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "2"}, 2, 0),
+        ({**MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "3", "OMPI_COMM_WORLD_LOCAL_RANK": "2"}, 2, None),
+        ({"PMI_SIZE": "4", "PMI_RANK": "3", "MPI_LOCALNRANKS": "1", "MPI_LOCALRANKID": "0"}, 3, 3),
+        (MPI_IN_SLURM, 2, 1),
         # Where mpirun's own machine has no daemon, the step counts the other machines alone.
-        (MPI_IN_SLURM, 2, None),
-        ({**MPI_IN_SLURM, "GROUP_RANK": "1"}, 2, 1),
+        ({**MPI_IN_SLURM, "SLURM_NODEID": "0", "SLURM_STEP_NUM_TASKS": "1"}, 2, 1),
+        ({**MPI_IN_SLURM, "OMPI_COMM_WORLD_LOCAL_SIZE": "3"}, 2, 1),
         ({"SLURM_PROCID": "0"}, None, None),
         ({}, None, None),
     ],
@@ -289,6 +302,45 @@ def test_a_command_reads_one_rank_of_a_job(two_machines: Path) -> None:
 
 
 @pytest.mark.slow
+def test_runs_from_several_disks_are_put_in_the_order_of_their_ranks(two_machines: Path, tmp_path: Path) -> None:
+    # On disks of their own both machines would have called theirs node0.
+    for host, run in zip("ab", reversed(runs_of_job(two_machines)), strict=True):
+        shutil.copytree(run, tmp_path / host / "node0")
+    by_rank = {light.name: light.parent for light in tmp_path.glob("*/node0/light*")}
+    done = check_command("gather", *sorted(by_rank.values()), "-o", tmp_path / "run")
+    assert "holds 2 ranks of 2 machines." in done.stdout
+    first, second = runs_of_job(tmp_path / "run")
+    assert (first / "light.jsonl").read_text() == (by_rank["light.jsonl"] / "light.jsonl").read_text()
+    assert {path.name for path in second.iterdir()} == {path.name for path in by_rank["light.rank1.jsonl"].iterdir()}
+    assert json.loads((tmp_path / "run" / "job.json").read_text())["count"] == 2
+    half = run_command("gather", first, "-o", tmp_path / "half")
+    assert "holds 1 rank of 1 machine; the job has 2." in half.stdout
+
+
+def _one_run(path: Path, ranks: list[int], job: str) -> Path:
+    path.mkdir()
+    processes = [{"rank": rank} for rank in ranks]
+    (path / "manifest.json").write_text(json.dumps({"processes": processes, "job": {"id": job}}))
+    return path
+
+
+def test_runs_that_are_not_of_one_job_are_not_gathered(tmp_path: Path) -> None:
+    one = _one_run(tmp_path / "one", [0, 1], "j7")
+    cases = (
+        (_one_run(tmp_path / "same", [1, 2], "j7"), "rank 1 is in "),
+        (_one_run(tmp_path / "other", [2, 3], "j8"), "the runs are of different jobs: j7 and j8"),
+        (_one_run(tmp_path / "none", [], "j7"), "does not say which ranks it holds"),
+        (one, "rank 0 is in (.*)one and in (.*)one"),
+    )
+    for other, said in cases:
+        with pytest.raises(UsageError, match=said):
+            gather([one, other], tmp_path / "run")
+        assert not (tmp_path / "run").exists()
+    with pytest.raises(RunError, match="exists; name a new directory"):
+        gather([one], one)
+
+
+@pytest.mark.slow
 def test_a_scrubbed_run_of_a_job_names_no_host(two_machines: Path, tmp_path: Path) -> None:
     check_command("scrub", two_machines / "node0", "-o", tmp_path / "copy")
     assert "localhost" not in (tmp_path / "copy" / "manifest.json").read_text()
@@ -301,3 +353,23 @@ def test_the_ranks_of_all_machines_are_compared(two_machines: Path) -> None:
     done = check_command("ranks", two_machines, "--format", "json")
     found = json.loads(done.stdout)
     assert sorted(rank["node"] for rank in found["ranks"]) == [0, 1]
+
+
+def test_links_in_a_run_are_not_gathered(tmp_path: Path) -> None:
+    run = _one_run(tmp_path / "one", [0], "j7")
+    (run / "itself").symlink_to(".")
+    (run / "zero").symlink_to("/dev/zero")
+    (run / "folder").mkdir()
+    os.mkfifo(run / "pipe")
+    gathered = gather([run], tmp_path / "run")
+    assert [path.name for path in (tmp_path / "run" / "node0").iterdir()] == ["manifest.json"]
+    assert gathered.left_out == tuple(str(run / name) for name in ("folder", "itself", "pipe", "zero"))
+
+
+def test_a_run_that_is_larger_than_the_disk_is_not_gathered(tmp_path: Path) -> None:
+    run = _one_run(tmp_path / "one", [0], "j7")
+    with (run / "trace.sqlite").open("wb") as file:
+        file.truncate(1 << 42)  # it takes no room itself
+    with pytest.raises(RunError, match=r"holds 4.1e\+03 GiB, and .* has room for"):
+        gather([run], tmp_path / "run")
+    assert not (tmp_path / "run").exists()

@@ -288,10 +288,15 @@ COMPILED = {
 
 
 PAIRS: dict[str, tuple[Kernels, Kernels]] = {
-    # A module has both passes, and what is shared has a row at the ancestor.
+    # A module has both passes, and what is shared has a row at the ancestor; fusions count without products.
     "an eager run and a compiled one": (MODULES, COMPILED),
     "a compiled run and an eager one": (COMPILED, MODULES),
     "two eager runs": (MODULES, MODULES),
+    # Modules that share with a common one are one fusion.
+    "modules that share with a common one": (
+        {(f"forward/m/{name}", VECTOR_ADD): (10, 1) for name in "abc"},
+        {("forward/m/shared: a + b", FUSED_NORM): (5, 1), ("forward/m/shared: b + c", FUSED_GELU): (5, 1)},
+    ),
     # What torch.compile runs to choose is of no module.
     "a run that compiles": (
         MODULES,
@@ -301,7 +306,7 @@ PAIRS: dict[str, tuple[Kernels, Kernels]] = {
 }
 
 
-def test_modules_are_compared() -> None:
+def test_modules_and_what_was_fused_into_what_are_compared() -> None:
     """Times are per step, numbers are of both steps."""
     said = []
     for name, (before, after) in PAIRS.items():
@@ -310,7 +315,11 @@ def test_modules_are_compared() -> None:
         for row in () if found is None else found.modules:
             times = f"{row.change.before_per_sample_ns} → {row.change.after_per_sample_ns} ns"
             said.append(f"{'  ' * row.depth}{row.module}: {times}, {row.before_count} → {row.after_count} kernels")
-    check_text("modules-compared", "\n".join(said).lstrip() + "\n")
+        for one in () if found is None else found.fusions:
+            kernels = [[kernel.name for kernel in side] for side in (one.before, one.after)]
+            said.append(f"fused in {one.phase}: {', '.join(one.modules)}: {one.change.change_ns} ns")
+            said += [f"  {one.before_count} {kernels[0]}", f"  → {one.after_count} {kernels[1]}"]
+    check_text("fusions", "\n".join(said).lstrip() + "\n")
 
 
 _PATHS = [
@@ -335,3 +344,6 @@ def test_rows_without_a_parent_sum_to_the_kernel_time(before: Kernels, after: Ke
     top = [one for one in found.modules if one.parent is None]
     assert sum(one.change.before_ns for one in top) == whole.before_ns
     assert sum(one.change.after_ns for one in top) == whole.after_ns
+    for fusion in found.fusions:
+        assert fusion.change.before_ns == sum(one.total_ns for one in fusion.before)
+        assert fusion.change.after_ns == sum(one.total_ns for one in fusion.after)

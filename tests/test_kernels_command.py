@@ -162,6 +162,21 @@ def test_bars_are_averages_per_step_under_a_title_of_run_and_gpu(trace: Path, tm
     assert sum(bar.get_width() for bar in figure.axes[0].patches) * 1e6 == pytest.approx(result.total_ns)
 
 
+def test_waiting_in_a_collective_is_drawn_apart(tmp_path: Path, drawn: list[Any]) -> None:
+    builder = NsysBuilder()
+    for device, start in ((0, 1000), (1, 1600)):
+        builder.kernel(100, 2000 - start, name="ncclDevKernel_AllReduce", pid=100 + device, device=device, start=start)
+        builder.kernel(50, 300, name="gemm", pid=100 + device, device=device, start=200)
+    opened = read_trace(builder.write(tmp_path / "t.sqlite"))
+    result = opened.kernels()
+    assert {row.name: row.waiting_ns for row in result.kernels} == {"ncclDevKernel_AllReduce": 600, "gemm": None}
+    plot_kernels(opened, result, tmp_path / "p.png", top=5, totals=True)
+    figure = drawn[-1]
+    assert [round(bar.get_width() * 1e6) for bar in figure.axes[0].patches] == [800, 600, 600, 0]
+    assert "1.400 µs (600 ns waiting)" in figure.axes[0].texts[0].get_text()
+    assert "waiting for another rank" in [text.get_text() for text in figure.legends[0].get_texts()]
+
+
 def test_no_text_leaves_the_axes(tmp_path: Path, drawn: list[Any]) -> None:
     builder = NsysBuilder()
     for number in range(3):

@@ -102,7 +102,7 @@ def test_each_process_counts_the_gpus_that_it_sees_and_the_report_tells_which_th
     assert sorted(opened.trace.syncs.device.tolist()) == [1, 3]
     assert opened.kernels().busy_ns == 50
     assert opened.trace.work.device.tolist() == opened.trace.copies.device.tolist() == [1, 3]
-    assert opened.ranks.numbers == (0, 1)
+    assert [(row.rank, row.device) for row in opened.kernels().ranks] == [(0, 1), (1, 3)]
 
 
 def test_optional_and_late_columns_may_be_missing_and_strings_in_any_encoding(tmp_path: Path) -> None:

@@ -144,15 +144,21 @@ def test_what_is_said_of_ranks(tmp_path: Path) -> None:
         *((tmp_path / name,) for name in ("twice", "jobs", "empty", "half")),
     ]
     limits = ("--max-wait", "10%", "--max-skew", "10%")
-    before = light("before", light_records(simulate(3, 3, late)))
+    two, four = full("of-two", simulate(2, 3)), full("of-four", simulate(4, 3))
+    later, before = full("later", simulate(2, 3, late)), light("before", light_records(simulate(3, 3, late)))
     after = light("after", light_records(simulate(3, 3)))
     others: list[tuple[str | Path, ...]] = [
         *(("check", path, *limits) for path in (skewed, untimed, without_steps, alone)),
         ("check", skewed, "--max-wait", "60%", "--max-skew", "60%"),
         ("check", skewed, *limits, "--format", "csv"),
-        ("compare", before, after),
+        *(("compare", later, two, "--force"), ("compare", two, four, "--force")),
+        # Light records alone are compared too, but have no kernels.
+        *(("compare", before, after, "--format", "csv"), ("compare", before, after, "--by", "kernel")),
         # What reads all ranks says how to read the others of a damaged one.
         *(("kernels", damaged), ("kernels", damaged, "--rank", "1")),
+        ("gather", before, "-o", before / "all"),
+        ("gather", tmp_path / "nowhere", "-o", tmp_path / "gathered"),
+        ("gather", before / "light.jsonl", "-o", tmp_path / "gathered"),
     ]
     check_transcript("ranks", [*(("ranks", *words) for words in ranks), *others])
     assert names_in(before) == [*(f"light{rank}.jsonl" for rank in ("", ".rank1", ".rank2")), "manifest.json"]
@@ -182,6 +188,7 @@ def test_ranks_whose_groups_share_no_rank_are_compared_within_each_and_a_groups_
         assert row.group == label
         assert row.waiting_ns / result.step_count == pytest.approx(result.waiting_ns, rel=0.01)
         assert row.waiting_ns / result.step_count == pytest.approx(10 * MS, rel=0.01)
+        assert result.waits_ns[:2, 2:].sum() == result.waits_ns[2:, :2].sum() == 0
 
 
 @pytest.mark.parametrize(
@@ -245,6 +252,7 @@ def test_the_light_record_says_which_sends_are_an_all_to_all(tmp_path: Path) -> 
     result = read_ranks(run)
     (row,) = result.groups
     assert (row.group, row.kind, row.byte_count, row.wire_ns) == ("ep", "all_to_all", 3 * 4096, 3 * 400)
+    assert result.pipelines == ()
 
 
 # -- recorded on the CPU -------------------------------------------------------------------------------------------

@@ -248,7 +248,7 @@ def test_without_a_complete_run_the_request_is_wrong(tmp_path: Path, monkeypatch
 
 
 def test_what_judges_or_copies_a_run_is_given_one(place: Path) -> None:
-    for command in ("check", "scrub", "compare"):
+    for command in ("check", "scrub", "gather", "compare"):
         done = run_command(command)
         assert done.returncode == 2
         assert "Missing argument" in done.stderr

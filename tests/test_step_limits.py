@@ -27,10 +27,13 @@ from profkit.analysis.step_replay.replay import Constants, prepare, prove
 from profkit.analysis.step_replay.steps import NOT_FITTED, ReplayedStep, StepReplay
 from profkit.report.colours import LIMITS
 from profkit.report.commands.answer import NAMES
+from profkit.report.commands.efficiency import build_efficiency_document
 from profkit.report.commands.steps import describe_limits, describe_line, limit_words, name_limits
+from profkit.report.document import render
+from profkit.report.units import format_share
 from profkit.run.edits import parse_edits
 from profkit.run.lines import LineTime
-from tests.efficiency_runs import SMALL
+from tests.efficiency_runs import SMALL, notes_of
 from tests.in_process import run_command
 from tests.step_machine import LAUNCH, Doing, Machine
 
@@ -138,6 +141,21 @@ def test_a_range_is_limited_by_what_the_replay_says_of_it_as_the_summary_is() ->
     assert name_limits(rows, None) == {row.path: limit_words(row) for row in rows}
     longer = replace(trace.step_limits, calibrated_ns=2 * trace.step_limits.step_ns)
     assert name_limits(rows, longer) == name_limits(rows, None)
+
+
+def test_what_limits_a_range_in_the_table_is_not_named_again_as_what_it_also_waits_for() -> None:
+    result = read_trace(SMALL).efficiency()
+    forward = next(row for row in result.ranges if row.path == "step */forward")
+    assert forward.idle is not None
+    result = replace(result, ranges=(replace(forward, verdict="compute-bound"),))
+    shown = notes_of(result)
+    assert forward.launching_share > 0.2
+    assert f"forward {format_share(forward.launching_share)} (kernel launches)" in shown
+    limits = read_trace(SMALL).step_limits
+    assert limits is not None
+    with_limits = render(build_efficiency_document(result, (), limits=limits), "table")
+    assert name_limits(result.ranges, limits) == {"step */forward": "kernel launches"}
+    assert "Also idle" not in with_limits
 
 
 @pytest.mark.parametrize(("waits", "said"), [(1.0, "(1 wait)"), (2.0, "(2 waits)"), (1.5, "(1.5 waits)")])

@@ -390,15 +390,18 @@ def test_the_unprofiled_step_holds_for_each_of_several_gpus_but_not_a_longer_pha
     assert alone.clean_idle_share == pytest.approx(1_600 / 2_000)
 
 
-def test_idle_while_launching_is_scaled_to_the_unprofiled_step(tmp_path: Path) -> None:
+def test_waiting_for_launches_is_named_if_it_is_much_but_not_the_most(tmp_path: Path) -> None:
     """Of 1,600 ns without a profiler the steps are idle for 480; 865 of 880 recorded idle ns were launching."""
     result = read_trace(make_timed_run(tmp_path)).efficiency()
     rows = rows_by_path(result)
-    shares = {path: row.idle.causes.launching_ns / row.idle.span_ns for path, row in rows.items() if row.idle}
-    assert shares["step *"] == pytest.approx(480 * 865 / 880 / 1_600, abs=1 / 1_600)
-    assert shares["step */forward"] == pytest.approx(475 / 6 / 400, abs=1 / 400)
+    assert rows["step *"].launching_share == pytest.approx(480 * 865 / 880 / 1_600, abs=1 / 1_600)
+    assert rows["step */forward"].launching_share == pytest.approx(475 / 6 / 400, abs=1 / 400)
+    assert "\nAlso idle for more than 20 % for one reason: step * 29.5% (kernel launches)\n" in notes_of(result)
     bare = read_trace(write_two_steps(tmp_path / "t.sqlite")).efficiency()
     assert rows_by_path(bare)["step */forward"].verdict == "launch-bound"
+    assert notes_of(bare).endswith("% for one reason: step * 43.2% (kernel launches)"), (
+        "neither forward nor ranges within a step"
+    )
 
 
 def test_launch_bound_ranges_without_unprofiled_times_carry_a_warning(tmp_path: Path) -> None:

@@ -37,6 +37,7 @@ _COMMANDS = {
     "ceilings": "Measure the peaks of this machine's GPU.",
     "doctor": "Show what this machine can record, and how to fix what it cannot.",
     "export": "Write a timeline for Perfetto or chrome://tracing.",
+    "gather": "Put the runs of several machines into one directory.",
     "scrub": "Copy a capture or a run without private data.",
     "help": "Show a guide; `profkit help start` takes five minutes.",
 }
@@ -47,6 +48,7 @@ _HOMES = {
     "doctor": "machine",
     "efficiency": "kernels",
     "export": "copies",
+    "gather": "copies",
     "ranges": "kernels",
     "ranks": "run_views",
     "report": "run_views",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from profkit.analysis.compare.budgets import Budgets, check_budgets
 from profkit.analysis.compare.comparison import ReducedCapture, compare_captures, reduce_capture, refuse_other_measure
 from profkit.analysis.compare.provenance import compare_provenance
 from profkit.analysis.opened import OpenedCapture
-from profkit.analysis.ranks.comparison import RanksResult
+from profkit.analysis.ranks.comparison import RanksResult, compare_opened
 from profkit.cli.options import FILE, LIMIT, MILLISECONDS, PERCENT, POSITIVE, SHARE, range_option
 from profkit.cli.outputs import Output, output_options, refuse_overwriting, shown_after_a_second, write_warnings
 from profkit.errors import CheckError, UsageError
@@ -54,25 +55,49 @@ def compare(
 
     BEFORE and AFTER are traces, memory snapshots or run directories. Kernel time is compared per step; each change has
     an interval if both sides have five steps or more. With two run directories, unprofiled steps and memory are
-    compared too.
+    compared too; of two runs of several ranks, each group's collectives and who is late.
 
     Captures that differ in profiler, GPU, driver, torch, workload or precision, or that lost events, need --force;
     without it the command exits 2.
     """
     refuse_overwriting([before, after], [output.path])
-    old, new = (_read_reduced(path, name) for path in (before, after))
+    (old, old_ranks), (new, new_ranks) = (_read_reduced(path, name, by) for path in (before, after))
     refuse_other_measure(old, new)
     if not force or output.style == "csv":
         disturbances = compare_provenance(old.origin, new.origin).disturbances
         write_warnings(f"changed: {describe_difference(difference)}" for difference in disturbances)
     with shown_after_a_second("comparing"):
-        result = compare_captures(old, new, force=force)
-    output.print(build_compare_document(result, by=by, top=top))
+        has_ranks = old_ranks is not None and new_ranks is not None
+        result = compare_captures(old, new, force=force, may_be_empty=has_ranks)
+    document = build_compare_document(result, by=by, top=top)
+    if old_ranks is not None and new_ranks is not None:
+        from profkit.report.commands.ranks import compare_groups
+
+        with shown_after_a_second("comparing ranks"):
+            groups, lines, data = compare_groups(_compare_ranks(old_ranks), _compare_ranks(new_ranks))
+        csv = document.csv if document.csv.rows else groups
+        document = replace(document, parts=[*document.parts, groups, lines], data={**document.data, **data}, csv=csv)
+    output.print(document)
 
 
-def _read_reduced(path: Path, name: str | None) -> ReducedCapture:
+def _read_reduced(path: Path, name: str | None, by: View | None) -> tuple[ReducedCapture, OpenedCapture | None]:
+    """Return what is compared of a capture; and the capture itself, whose trace stays open, if its ranks are too."""
     with shown_after_a_second(f"reading {path.name}"):
-        return reduce_capture(open_capture(path), name)
+        capture = open_capture(path)
+        has_ranks = by is None and name is None and _has_ranks(capture)
+        return reduce_capture(capture, name), capture if has_ranks else None
+
+
+def _has_ranks(capture: OpenedCapture) -> bool:
+    light = () if capture.run is None else capture.run.light_records
+    return len(light) > 1 or (capture.trace is not None and len(capture.trace.ranks.members) > 1)
+
+
+def _compare_ranks(capture: OpenedCapture) -> RanksResult:
+    """Compare the ranks from what is opened already; of ranks that are lost, `read_ranks` says why."""
+    from profkit.joining import read_ranks
+
+    return compare_opened(capture.trace, capture.run) or read_ranks(capture.path)
 
 
 def open_shown(path: Path) -> OpenedCapture:

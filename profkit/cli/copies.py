@@ -1,4 +1,4 @@
-"""``profkit export`` and ``scrub``: copies of captures and runs, for viewers and to share."""
+"""``profkit export``, ``gather`` and ``scrub``: copies of captures and runs, for viewers, for `ranks` and to share."""
 
 from __future__ import annotations
 
@@ -7,12 +7,22 @@ from pathlib import Path
 import click
 
 from profkit.cli.options import FILE, capture_argument, rank_option
-from profkit.cli.outputs import Output, format_option, refuse_overwriting, shown_after_a_second
+from profkit.cli.outputs import (
+    Output,
+    format_option,
+    print_line,
+    quote_path,
+    refuse_overwriting,
+    shown_after_a_second,
+    write_warnings,
+)
 from profkit.errors import UsageError
 from profkit.files import whole_file
+from profkit.joining import gather as gather_to
 from profkit.reading import open_trace
 from profkit.report.document import Format
 from profkit.report.export import build_export_document, build_scrub_document, write_chrome_trace
+from profkit.report.units import format_count
 from profkit.sharing import share
 
 
@@ -39,6 +49,27 @@ def export(capture: Path, output: Path | None, rank: int | None, style: Format) 
     with shown_after_a_second(f"writing {output.name}"), whole_file(output) as partial, partial.open("xb") as file:
         write_chrome_trace(file, opened, zipped=output.suffix == ".gz")
     Output(style).print(build_export_document(capture, output, opened, check))
+
+
+@click.command()
+@click.argument("sources", nargs=-1, required=True, type=FILE)
+@click.option("-o", "--output", required=True, type=FILE, help="The directory to make.")
+def gather(sources: tuple[Path, ...], output: Path) -> None:
+    """Put the runs of several machines, copied from their disks, into one directory.
+
+    SOURCES are the run directories of one job's machines, or directories that hold some. Machines that wrote to
+    one disk need no gathering. The sources are only read; `profkit ranks OUTPUT` compares all ranks.
+    """
+    with shown_after_a_second(f"copying {format_count(len(sources), 'run')}"):
+        gathered = gather_to(sources, output)
+    write_warnings(f"{path}: no file, so it is left out" for path in gathered.left_out)
+    held = sum(len(ranks) for _, ranks in gathered.runs)
+    missing = ""
+    if gathered.expected is not None and gathered.expected > len(gathered.runs):
+        missing = f"; the job has {gathered.expected}"
+    machines = format_count(len(gathered.runs), "machine")
+    print_line(f"{output} holds {format_count(held, 'rank')} of {machines}{missing}.")
+    print_line(f"Next:\n  profkit ranks {quote_path(output)}")
 
 
 @click.command()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import click
 
@@ -27,6 +27,9 @@ from profkit.names import STEP, context_range
 from profkit.reading import open_capture, open_trace
 from profkit.report.commands.kernels import SORTS, build_kernels_document
 from profkit.run.directory import Run, choose_run, find_run
+
+if TYPE_CHECKING:
+    from profkit.analysis.ranks.comparison import RanksResult
 
 _DEFAULT_TOP = 20
 
@@ -96,6 +99,7 @@ def kernels(
         full_names=output.full_names,
         explain=explain,
         phases=_phases(opened) if is_shown else None,
+        compared=_compare_ranks(opened) if len(result.ranks) > 1 else None,
     )
     if is_shown and opened.run is not None and trace.is_dir():
         from profkit.report.commands.steps import clean_times_parts
@@ -110,6 +114,12 @@ def kernels(
         write_warnings([f"--top {top}: the CSV holds {top} of {len(result.kernels):,} lines"])
     output.print(document)
     obey_strict(trace, check, strict=strict)
+
+
+def _compare_ranks(opened: OpenedTrace) -> RanksResult | None:
+    from profkit.analysis.ranks.comparison import compare_opened  # few captures are of several ranks
+
+    return compare_opened(opened, opened.run)
 
 
 def _phases(opened: OpenedTrace) -> dict[str, list[KernelsResult]] | None:
@@ -202,10 +212,11 @@ def efficiency(
         if capture is None or capture.trace is None:
             opened, answer = open_trace(trace, rank=rank, thread_only=thread_only), ""
         else:
-            # It asks all of the house, which a trace alone need not load.
+            # It asks all of the house, which a trace alone need not load; nor does it the room of several ranks.
             from profkit.report.commands.answer import answer_capture
 
             opened, answer = capture.trace, answer_capture(capture)
+        compared = _compare_ranks(opened) if len(opened.ranks.members) > 1 else None
         from profkit.report.commands.efficiency import build_efficiency_document
 
         check = opened.self_check
@@ -214,6 +225,7 @@ def efficiency(
             result,
             check.findings,
             totals=totals,
+            compared=compared,
             limits=opened.step_limits,
             answer=answer,
         )

@@ -79,6 +79,7 @@ _LABEL_WIDTH = 58
 _TITLE_WIDTH = 110
 _BAR_INCHES, _BAR_HEIGHT = 0.3, 0.74
 _TRIES = 2
+_WAITING = "////"
 
 
 def plot_kernels(
@@ -110,6 +111,7 @@ class _Bar:
     label: str
     category: str | None
     time_ns: int
+    waiting_ns: int
 
     @property
     def colour(self) -> str:
@@ -121,14 +123,22 @@ def _list_bars(result: KernelsResult, top: int, sort: str) -> list[_Bar]:
     ordered = sort_rows(result.kernels, sort)
     rows, rest = ordered[:top], ordered[top:]
     labels = shorten_apart([_label(result, row) for row in rows], _LABEL_WIDTH)
-    bars = [_Bar(label, row.category, row.total_ns) for label, row in zip(labels, rows, strict=True)]
-    return [*bars, _Bar(f"({len(rest)} more)", None, sum(row.total_ns for row in rest))] if rest else bars
+    bars = [
+        _Bar(label, row.category, row.total_ns, row.waiting_ns or 0) for label, row in zip(labels, rows, strict=True)
+    ]
+    return [*bars, _Bar(f"({len(rest)} more)", None, sum(row.total_ns for row in rest), 0)] if rest else bars
 
 
 def _draw_bars(axes: Axes, bars: list[_Bar], whole_ns: int, steps: int | None) -> list[Annotation]:
     places, unit = range(len(bars)), 1e6 * (steps or 1)
-    lengths, colours = [bar.time_ns / unit for bar in bars], [bar.colour for bar in bars]
-    axes.barh(places, lengths, color=colours, height=_BAR_HEIGHT)
+    working = [(bar.time_ns - bar.waiting_ns) / unit for bar in bars]
+    waiting = [bar.waiting_ns / unit for bar in bars]
+    colours = [bar.colour for bar in bars]
+    axes.barh(places, working, color=colours, height=_BAR_HEIGHT)
+    if any(waiting):
+        axes.barh(
+            places, waiting, left=working, height=_BAR_HEIGHT, facecolor="white", edgecolor=colours, hatch=_WAITING
+        )
     axes.set_yticks(places, [bar.label for bar in bars], fontsize=8, fontfamily="monospace")
     axes.invert_yaxis()
     axes.spines["left"].set_visible(False)
@@ -151,7 +161,7 @@ def _draw_bars(axes: Axes, bars: list[_Bar], whole_ns: int, steps: int | None) -
 def _figures(bar: _Bar, whole_ns: int, steps: int | None) -> str:
     each = ns_over(steps).show
     share = format_share(bar.time_ns / whole_ns if whole_ns else 0.0)
-    return f"{share}  {each(bar.time_ns)}"
+    return f"{share}  {each(bar.time_ns)}" + (f" ({each(bar.waiting_ns)} waiting)" if bar.waiting_ns else "")
 
 
 def _make_room(figure: Figure, axes: Axes, texts: list[Annotation]) -> None:
@@ -186,6 +196,9 @@ def _add_legend(figure: Figure, bars: list[_Bar]) -> None:
     if len(present) < 2:
         return
     handles = [Patch(color=colours.KERNELS[category], label=category) for category in present]
+    if any(bar.waiting_ns for bar in bars):
+        colour = colours.KERNELS["communication"]
+        handles.append(Patch(facecolor="white", edgecolor=colour, hatch=_WAITING, label="waiting for another rank"))
     columns = min(len(handles), 7)
     figure.legend(handles=handles, loc="outside lower center", ncols=columns, fontsize=8, frameon=False)
 

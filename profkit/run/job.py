@@ -37,9 +37,13 @@ _TASKS = (
 The MPIs first: within Slurm they have ``srun`` start one daemon a machine, and what Slurm says is of these.
 """
 
-_LOCAL_SIZE = "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"
-_LOCAL_RANK = "LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID"
-"""How many ranks are on this machine, and which of them this is, by Open MPI and by MPICH, and by others."""
+_MPI = (
+    ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"),
+    ("OMPI_COMM_WORLD_RANK", "PMI_RANK"),
+    ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"),
+    ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID"),
+)
+"""The ranks of the job, this one, those of this machine, and this one among them, by Open MPI and by MPICH."""
 
 _JOB = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "JOB_ID")
 _STARTERS = ("srun", "mpirun", "mpiexec", "orterun", "prterun", "aprun")
@@ -68,9 +72,10 @@ _SPAN = re.compile(r"(\d{1,9})(?:-(\d{1,9}))?")
 class Job:
     """The job that a run belongs to.
 
-    ``id`` is the cluster's number for it, with the step that started its processes if one did, and the rendezvous of
-    its ranks; None if it has none of these. ``count`` is how many runs there are, None if that is not known; ``number``
-    is this one's, None if nobody says it. ``unit`` is what has a run of its own: ``node`` or ``rank``.
+    ``id`` is the cluster's number for it, with the step that started its processes if one did, how often it was
+    requeued and the rendezvous of its ranks; None if it has none of these. ``count`` is how many runs there are, None
+    if that is not known; ``number`` is this one's, None if nobody says it. ``unit`` is what has a run of its own:
+    ``node`` or ``rank``.
     """
 
     id: Message | None = None
@@ -85,16 +90,21 @@ def number_in(environment: Mapping[str, str], *names: str) -> int | None:
 
 
 def node_number(environment: Mapping[str, str]) -> int | None:
-    """Return the number of this machine in its job, None if nobody says it, as the MPIs do not.
+    """Return the number of this machine in its job, None if nobody says it.
 
-    Within Slurm an MPI's ranks are children of its daemons, which need not be on all machines: that number is no use.
+    An MPI says how many ranks are on this machine: where all machines have as many, ranks were dealt to one machine
+    after another, or to all in turns.
     """
-    own = number_in(environment, *_NODE)
-    return own if own is not None or _is_of_mpi(environment) else number_in(environment, "SLURM_NODEID")
-
-
-def _is_of_mpi(environment: Mapping[str, str]) -> bool:
-    return number_in(environment, _TASKS[0][0], _TASKS[1][0]) is not None
+    own, in_step = number_in(environment, *_NODE), number_in(environment, "SLURM_NODEID")
+    count, rank, here, place = (number_in(environment, *names) for names in _MPI)
+    if own is not None:
+        return own
+    if count is None or rank is None or here is None or place is None or not here or count % here:
+        return in_step
+    machines = count // here
+    if place == rank % here:
+        return rank // here
+    return rank % machines if place == rank // machines else None
 
 
 def rank_number(environment: Mapping[str, str]) -> int | None:
@@ -121,7 +131,7 @@ def _task(environment: Mapping[str, str]) -> tuple[int, int | None]:
 
 def local_rank_number(environment: Mapping[str, str]) -> int | None:
     """Return the number of this process among those of its machine, None if nobody says it."""
-    return number_in(environment, *_LOCAL_RANK)
+    return number_in(environment, "LOCAL_RANK", *_MPI[3], "SLURM_LOCALID")
 
 
 def _names_torch_launcher(words: Sequence[str]) -> bool:
@@ -153,8 +163,7 @@ def find_job(environment: Mapping[str, str], words: Sequence[str]) -> Job | None
     if said.get("node", "").isdecimal():
         return replace(job, number=int(said["node"]))
     if started > 1:
-        on_machines = number_in(environment, "SLURM_STEP_NUM_NODES")
-        is_alone = number_in(environment, *_LOCAL_SIZE) == 1 or started == on_machines
+        is_alone = number_in(environment, *_MPI[2]) == 1 or started == number_in(environment, "SLURM_STEP_NUM_NODES")
         return replace(job, count=started, number=number, unit="node" if (count or 1) > 1 or is_alone else "rank")
     # SLURM_NODEID says nothing here: a whole allocation has it, also for a command that runs on one machine.
     number = number_in(environment, *_NODE)
@@ -162,13 +171,17 @@ def find_job(environment: Mapping[str, str], words: Sequence[str]) -> Job | None
 
 
 def _cluster_job(environment: Mapping[str, str], *, with_step: bool) -> str:
-    """One job may start several trainings, one after another or at once: ``with_step``, where Slurm started all
-    processes together, that says which.
+    """One job may start several such trainings, one after another or at once: ``with_step``, where all processes were
+    started together, that says which. A job that Slurm requeues keeps its number.
     """
     number = next((environment[name] for name in _JOB if environment.get(name)), "")
-    step = environment.get("SLURM_STEP_ID")
-    is_of_step = with_step and number and step and not _is_of_mpi(environment)
-    return f"{number}.{step}" if is_of_step else number
+    mpi, step = environment.get("PMIX_NAMESPACE"), environment.get("SLURM_STEP_ID")
+    restarts = environment.get("SLURM_RESTART_COUNT", "0")
+    if with_step and "OMPI_COMM_WORLD_SIZE" in environment:
+        number = ".".join(filter(None, [number, mpi]))
+    elif with_step and number and step:
+        number = f"{number}.{step}"
+    return number if restarts in ("", "0") else f"{number} restart {restarts}"
 
 
 def claim(shared: Path, job: Job) -> Path:

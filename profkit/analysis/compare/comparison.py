@@ -21,7 +21,7 @@ from profkit.analysis.compare.kernel_changes import (
     measure_change,
 )
 from profkit.analysis.compare.provenance import Origin, Provenance, compare_provenance, find_origin
-from profkit.analysis.kernels.compiled_code import find_compilations
+from profkit.analysis.kernels.compiled_code import RunCompilations, find_compilations, read_run_compilations
 from profkit.analysis.memory.compare import Comparison
 from profkit.analysis.memory.opened_snapshot import OpenedSnapshot
 from profkit.analysis.opened import OpenedCapture
@@ -102,8 +102,8 @@ class CaptureComparison(NotebookResult):
 
     ``time`` is the profiled kernel time per step, ``clean`` the time of unprofiled steps, ``memory`` the allocated
     peak. ``warnings`` say which side lacks which part, and what to know about the others.
-    ``modules`` is the kernel time by module, ``recorded_step`` the change of the steps under the profiler. The JSON of
-    ``profkit compare --format json`` has the same fields.
+    ``modules`` is the kernel time by module, ``compilations`` what torch.compile did in either run, ``recorded_step``
+    the change of the steps under the profiler. The JSON of ``profkit compare --format json`` has the same fields.
     """
 
     before: str
@@ -114,6 +114,7 @@ class CaptureComparison(NotebookResult):
     memory: Comparison | None
     warnings: tuple[Finding, ...]
     modules: ModuleComparison | None = None
+    compilations: tuple[RunCompilations | None, RunCompilations | None] = (None, None)
     recorded_step: Change | None = None
 
     @property
@@ -219,13 +220,15 @@ def reduce_capture(capture: OpenedCapture, range: str | None = None) -> ReducedC
     return ReducedCapture(capture.path, capture.run, capture.snapshot, find_origin(capture), range, work, steps_ns)
 
 
-def compare_captures(before: ReducedCapture, after: ReducedCapture, *, force: bool = False) -> CaptureComparison:
+def compare_captures(
+    before: ReducedCapture, after: ReducedCapture, *, force: bool = False, may_be_empty: bool = False
+) -> CaptureComparison:
     """Return what changed between two captures, reduced to the same range; see `profkit.compare`.
 
     Raises:
         UsageError: one measures GPU kernels and the other CPU operators; they differ in something that could be
             mistaken for a change of the program, without ``force``; or there is nothing to compare, as in light records
-            of ranks alone.
+            of ranks alone, unless it ``may_be_empty``.
     """
     refuse_other_measure(before, after)
     provenance, range = compare_provenance(before.origin, after.origin), before.range
@@ -248,7 +251,7 @@ def compare_captures(before: ReducedCapture, after: ReducedCapture, *, force: bo
             clean = compare_unprofiled(steps[0], steps[1])
         if before.snapshot is not None and after.snapshot is not None:
             memory = before.snapshot.against(after.snapshot)
-    if time is None and clean is None and memory is None:
+    if time is None and clean is None and memory is None and not may_be_empty:
         raise UsageError(_explain_nothing(before, after, range))
     return CaptureComparison(
         before=str(before.path),
@@ -268,6 +271,7 @@ def compare_captures(before: ReducedCapture, after: ReducedCapture, *, force: bo
             *_warn_of_compilations("after", after),
         ),
         modules=modules,
+        compilations=(read_run_compilations(before.run), read_run_compilations(after.run)),
         recorded_step=recorded_step,
     )
 
@@ -329,5 +333,16 @@ def _warn_of_phases(before: StepTimes | None, after: StepTimes | None) -> Iterat
 def _explain_nothing(before: ReducedCapture, after: ReducedCapture, range: str | None) -> str:
     if range is not None:
         return f"range {range!r}: only the kernel times of two traces can be compared by range"
-    missing = "they have no kernel times, unprofiled steps or memory snapshots in common"
-    return f"{before.path} and {after.path} cannot be compared: {missing}"
+    holdings = [", ".join(_list_holdings(capture)) or "nothing to compare" for capture in (before, after)]
+    return f"{before.path} holds {holdings[0]}, {after.path} holds {holdings[1]}: they cannot be compared"
+
+
+def _list_holdings(capture: ReducedCapture) -> list[str]:
+    held = []
+    if capture.work is not None:
+        held.append("kernel times")
+    elif capture.origin.self_check is not None:
+        held.append("a trace without GPU kernels")
+    if capture.run is not None and summarize_step_times(capture.run.manifest) is not None:
+        held.append("unprofiled steps")
+    return held + (["a memory snapshot"] if capture.snapshot is not None else [])

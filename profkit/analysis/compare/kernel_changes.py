@@ -19,6 +19,10 @@ one change, not a loss and a gain:
 Modules are matched by name, those that differ in a number as one, in whichever pass they ran. Rows nest: a module's
 time holds the modules within it, and rows without a parent sum to the kernel time. What several modules of compiled
 code share (``shared: a + b``) has a row under the module around them all.
+
+A fusion is made of the modules, in one phase, that a generated kernel of either capture joins, and those joined to
+these. All their kernels but matrix products, attention and communication count on either side, so that both do the same
+work.
 """
 
 from __future__ import annotations
@@ -35,7 +39,7 @@ from profkit.analysis.statistics import FEWEST, Verdict, interval_of_means, judg
 from profkit.analysis.tree import join_path
 from profkit.analysis.tree.modules import ModuleTree, Place
 from profkit.errors import Finding
-from profkit.names import COMPILING, is_shared
+from profkit.names import COMPILING, is_shared, sharing_modules
 from profkit.trace.columns import Ints, Measure
 
 PartKind = Literal["same", "renamed", "replaced", "gone", "new"]
@@ -303,6 +307,11 @@ def _warnings(before: StepSamples, after: StepSamples) -> Iterator[Finding]:
         )
 
 
+_KEPT = frozenset({"gemm", "attention", "communication"})
+_Member = tuple[str, str]
+"""A phase and a module in it."""
+
+
 @dataclass(frozen=True)
 class ModuleChange:
     """The change of one module's kernel time, the modules within it included; counts are over all steps of a side."""
@@ -316,11 +325,25 @@ class ModuleChange:
 
 
 @dataclass(frozen=True)
+class Fusion:
+    """Kernels of ``modules`` in ``phase`` on either side; one side has generated ones. The largest module is first."""
+
+    phase: str
+    modules: tuple[str, ...]
+    change: Change
+    before_count: int
+    after_count: int
+    before: tuple[KernelTotal, ...]
+    after: tuple[KernelTotal, ...]
+
+
+@dataclass(frozen=True)
 class ModuleComparison:
     """What changed by module; ``is_compiled`` says whether either capture shows modules of compiled code."""
 
     is_compiled: bool
     modules: tuple[ModuleChange, ...]
+    fusions: tuple[Fusion, ...]
 
 
 def compare_modules(before: StepSamples, after: StepSamples) -> ModuleComparison | None:
@@ -329,7 +352,7 @@ def compare_modules(before: StepSamples, after: StepSamples) -> ModuleComparison
     if not any(key.place.modules for key in keys):
         return None
     is_compiled = any(is_generated(key.kernel) or any(map(is_shared, key.path)) for key in keys)
-    return ModuleComparison(is_compiled, tuple(_changes(before, after)))
+    return ModuleComparison(is_compiled, tuple(_changes(before, after)), tuple(_fusions(before, after)))
 
 
 def _changes(before: StepSamples, after: StepSamples) -> Iterator[ModuleChange]:
@@ -362,3 +385,40 @@ def _rows_of(tree: ModuleTree, place: Place) -> list[str]:
 
 def larger_time(change: Change) -> int:
     return max(change.before_per_sample_ns, change.after_per_sample_ns)
+
+
+def _fusions(before: StepSamples, after: StepSamples) -> Iterator[Fusion]:
+    groups: dict[_Member, frozenset[_Member]] = {}
+
+    def first_member(key: Key) -> list[_Member]:
+        phase, modules = key.place.phase or "", key.place.modules
+        if not modules or key.category in _KEPT:
+            return []
+        names = sharing_modules(modules[-1]) if is_shared(modules[-1]) else [modules[-1]]
+        members = [(phase, name) for name in names]
+        joined = frozenset[_Member]().union(*(groups.get(member, {member}) for member in members))
+        groups.update(dict.fromkeys(joined, joined))
+        return members[:1]
+
+    columns = columns_by(before, after, first_member)
+    sizes: dict[_Member, int] = {}
+    of_group: dict[frozenset[_Member], Sides] = {}
+    for member, sides in columns.items():
+        whole = of_group.setdefault(groups[member], ([], []))
+        sizes[member] = 0
+        for samples, mine, all_columns in zip((before, after), sides, whole, strict=True):
+            all_columns.extend(mine)
+            sizes[member] += int(samples.kernel_ns[:, mine].sum())
+    fused = {
+        members: sides
+        for members, sides in of_group.items()
+        if has_generated(before, sides[0]) != has_generated(after, sides[1]) and all(sides)
+    }
+    changes = change_of_columns(before, after, list(fused.values()))
+    fusions = []
+    for (members, sides), change in zip(fused.items(), changes, strict=True):
+        largest_first = sorted(members, key=lambda member: (-sizes.get(member, 0), member))
+        phase, modules = largest_first[0][0], tuple(name for _, name in largest_first)
+        kernels = total_kernels(before, sides[0]), total_kernels(after, sides[1])
+        fusions.append(Fusion(phase, modules, change, *_count_kernels(before, after, sides), *kernels))
+    yield from sorted(fusions, key=lambda fusion: (-abs(fusion.change.change_ns), fusion.phase, fusion.modules))

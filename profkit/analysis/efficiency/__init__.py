@@ -40,7 +40,7 @@ VECTOR_DTYPE = "fp32"
 
 @dataclass(frozen=True)
 class Peaks:
-    """The most that a GPU can do per second: FLOPs of dense matrix products by dtype, and bytes of its memory.
+    """The most that a GPU can do per second: FLOPs of matrix products by dtype, and bytes moved.
 
     ``source`` is ``measured`` (by `profkit ceilings` on a GPU of this name) or ``datasheet``.
     """
@@ -64,7 +64,7 @@ class RunFacts:
     dtype: str | None
     work: RunWork | None
     peaks: Peaks | None
-    datasheet: Peaks | None
+    datasheet: Datasheet | None
     loading: Loading | None
     uncounted: str | None = None
 
@@ -128,11 +128,11 @@ def _explain_no_work(run: Run | None) -> str:
     return run.manifest.uncounted or "this run counted none; `profkit run` does so unless --no-flops is given"
 
 
-def _peaks(measured: Ceilings | None, sheet: Peaks | None) -> Peaks | None:
+def _peaks(measured: Ceilings | None, sheet: Datasheet | None) -> Peaks | None:
     if measured is not None:
         products = {product.dtype: product.best_flops_per_s for product in measured.gemm}
         return Peaks("measured", measured.device.name, products, measured.copy.best_bytes_per_s)
-    return sheet
+    return None if sheet is None else Peaks("datasheet", sheet.name, sheet.flops_per_s, sheet.bytes_per_s)
 
 
 def _dtype_of(manifest: Manifest) -> str | None:
@@ -149,7 +149,16 @@ def _bare(gpu: str) -> str:
 _TABLE = Path(__file__).with_name("datasheet.toml")
 
 
-def find_datasheet(gpu: str | None) -> Peaks | None:
+@dataclass(frozen=True)
+class Datasheet:
+    """Dense peaks of a GPU: FLOP/s by type ("fp32", "tf32", "bf16", "fp16", those that it has), and memory bytes/s."""
+
+    name: str
+    flops_per_s: dict[str, float]
+    bytes_per_s: float
+
+
+def find_datasheet(gpu: str | None) -> Datasheet | None:
     """Return the datasheet of a GPU by the name that torch and nsys give it; None if the table lacks it.
 
     Names are compared whole: an "RTX 4090 D" is not an "RTX 4090".
@@ -158,12 +167,12 @@ def find_datasheet(gpu: str | None) -> Peaks | None:
 
 
 @cache
-def _datasheets() -> dict[str, Peaks]:
+def _datasheets() -> dict[str, Datasheet]:
     sheets = {}
     for row in tomllib.loads(_TABLE.read_text(encoding="utf-8"))["gpu"]:
         peaks = {dtype: value * 1e12 for dtype, value in row["tflops_per_s"].items()}
         for name in row["names"]:
-            sheets[name] = Peaks("datasheet", name, peaks, row["gigabytes_per_s"] * 1e9)
+            sheets[name] = Datasheet(name, peaks, row["gigabytes_per_s"] * 1e9)
     return sheets
 
 

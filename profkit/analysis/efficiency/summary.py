@@ -22,6 +22,7 @@ from profkit.analysis.efficiency.limits import (
 from profkit.analysis.intervals import Stretches, unite
 from profkit.analysis.kernels.summary import explain_no_work, extent_ns
 from profkit.analysis.placing.attribution import Attribution, mark_members, warn_of_placement
+from profkit.analysis.ranks.matching import Waiting, find_waiting
 from profkit.analysis.time_account.account import (
     IdleTime,
     TimeAccount,
@@ -34,6 +35,7 @@ from profkit.analysis.time_account.gpu_time import (
     DataWait,
     GpuParts,
     GpuTime,
+    Windows,
     category_rows,
     communication_rows,
     find_data_waits,
@@ -58,8 +60,10 @@ class GpuStep:
 
     ``process`` is the operating system's pid, ``rank`` its rank if the run has ranks; ``start_ns`` and ``wall_ns`` are
     Python time. ``gpu`` is the step's window on the GPU in its parts (`profkit.analysis.time_account.gpu_time`).
-    ``communication_ns`` is the union of communication kernels, exposed and overlapped. ``data`` is the part of ``gpu``
-    that is waiting for data; ``data_wait_ns`` is the Python time of these waits, whatever the GPU did.
+    ``communication_ns`` is the union of communication kernels, exposed and overlapped. ``waiting_ns`` is the part
+    before the last rank arrived (`profkit.analysis.ranks.matching`); ``untold_ns`` is the part for which this is
+    unknown. ``waiting_ns`` is None if it is unknown for the whole, as in a trace of one rank. ``data`` is the part of
+    ``gpu`` that is waiting for data; ``data_wait_ns`` is the Python time of these waits, whatever the GPU did.
     """
 
     name: str
@@ -70,6 +74,8 @@ class GpuStep:
     wall_ns: int
     gpu: GpuParts
     communication_ns: int
+    waiting_ns: int | None
+    untold_ns: int
     data: DataWait
     data_wait_ns: int
 
@@ -80,15 +86,16 @@ class EfficiencyRow(RangeRow):
 
     ``launch_count`` counts the calls that launched kernels and graphs. ``gpu`` is its time on the GPUs in parts,
     ``idle_share`` the idle part; both are None if it launched nothing. ``flops`` are matrix products as executed,
-    ``recomputed_flops`` those that repeat what the forward pass did, ``other_flops`` all other operations. Rates are
+    ``recomputed_flops`` those that repeat what the forward pass did, ``other_flops`` all other operations; rates are
     over ``busy_ns``, and so are the shares: ``ceiling_share`` of the time that ``flops`` would take at their dtypes'
     peak, ``roof_share`` of that of the peak which the range would meet first (of the least bytes if it is
     memory-bound). Where that is the memory's, a range that holds others has none: its least bytes are those of one
     perfect kernel for all of them, which nobody can write, and no rate of its kernels. ``intensity`` is all operations
     per least byte. ``mfu`` and ``hfu`` exist for steps (`efficiency.work`). ``idle_factor`` is the unprofiled over the
     recorded idle time, if the phase around the range was timed without a profiler; ``idle`` and ``clean_idle_share``
-    follow from it. ``data_loading_ns`` and ``input_copy_ns`` are waits for data (`time_account.gpu_time`),
-    ``loads_data`` whether they are most of what a *host-bound* range waits for.
+    follow from it. ``waiting_for`` is the rank for which most of the communication in its time was waiting.
+    ``data_loading_ns`` and ``input_copy_ns`` are waits for data (`time_account.gpu_time`), ``loads_data`` whether they
+    are most of what a *host-bound* range waits for.
     """
 
     launch_count: int
@@ -108,6 +115,7 @@ class EfficiencyRow(RangeRow):
     mfu: float | None
     hfu: float | None
     idle_factor: float | None
+    waiting_for: int | None
     data_loading_ns: int | None
     input_copy_ns: int | None
     loads_data: bool
@@ -117,6 +125,16 @@ class EfficiencyRow(RangeRow):
     def best_idle_share(self) -> float | None:
         """The idle share without a profiler if known, else the recorded one."""
         return None if self.idle is None else self.idle.share
+
+    @property
+    def launching_share(self) -> float:
+        """The share of its time on the GPU that is idle while the host launches, without a profiler if known."""
+        return 0.0 if self.idle is None else self.idle.causes.launching_ns / (self.idle.span_ns or 1)
+
+    @property
+    def host_share(self) -> float:
+        """The share that is idle for any other reason, without a profiler if known."""
+        return 0.0 if self.idle is None else self.idle.share - self.launching_share
 
 
 @dataclass(frozen=True, repr=False)
@@ -189,6 +207,7 @@ class _Columns:
     own_computing_ns: Ints
     moving_ns: Ints
     parts: dict[int, GpuParts]
+    waited_for: dict[int, int]
     data: dict[int, DataWait]
     window_count: Ints
 
@@ -217,7 +236,8 @@ def measure_efficiency(
     works = RangeWorks(trace, numbered_nodes, facts)
     step_flops = StepFlops(account, numbered_nodes, works, facts)
     nodes = numbered_nodes if numbered else build_nodes(attribution, numbered=False)
-    columns = _sum_columns(attribution, nodes, members, times)
+    waiting = find_waiting(trace, account.ranks)
+    columns = _sum_columns(attribution, nodes, members, times, waiting)
     ranges_of, factors = rows_by_value(nodes.of_range[members]), scale_ranges(account, nodes, columns.parts)
     rows = []
     product_flops: dict[str, int] = {}
@@ -245,7 +265,7 @@ def measure_efficiency(
         if is_step(row.name):
             row = replace(row, mfu=step_flops.model(mine).share, hfu=step_flops.hardware(mine).share)
         rows.append(row)
-    steps, idle = _describe_steps(account), account.idle_time()
+    steps, idle = describe_steps(account, waiting), account.idle_time()
     model, hardware = step_flops.model(), step_flops.hardware()
     under = attribution.work.under(members).rows
     return EfficiencyResult(
@@ -272,10 +292,14 @@ def measure_efficiency(
     )
 
 
-def _describe_steps(account: TimeAccount) -> tuple[GpuStep, ...]:
-    """Return the rows of the account with the communication on their GPUs."""
+def describe_steps(account: TimeAccount, waiting: Waiting) -> tuple[GpuStep, ...]:
+    """Return the rows of the account with what ran on their GPUs: communication, and waiting for other ranks."""
     ranges, trace = account.attribution.trace.ranges, account.attribution.trace
-    communication = account.measure(_unite_kernels(trace, communication_rows(trace))).tolist()
+    talks = communication_rows(trace)
+    communication, unknown = (
+        account.measure(_unite_kernels(trace, rows)).tolist() for rows in (talks, talks & ~waiting.is_known)
+    )
+    waits = account.measure({device: waiting.waits_of(device) for device in account.gpu_times}).tolist()
     waited_ns = sum_host_waits(account.attribution, account.steps)[account.step].tolist()
     return tuple(
         GpuStep(
@@ -287,6 +311,8 @@ def _describe_steps(account: TimeAccount) -> tuple[GpuStep, ...]:
             wall_ns=int(ranges.end_ns[index] - ranges.start_ns[index]),
             gpu=GpuParts(*account.parts[row].tolist()),
             communication_ns=communication[row],
+            waiting_ns=waits[row] if communication[row] > unknown[row] or not communication[row] else None,
+            untold_ns=unknown[row],
             data=DataWait(*account.data[row].tolist()),
             data_wait_ns=waited_ns[row],
         )
@@ -314,7 +340,9 @@ def _find_doubts(account: TimeAccount, rows: Sequence[EfficiencyRow], facts: Run
     yield from find_too_few_steps(account, facts.loading)
 
 
-def _sum_columns(attribution: Attribution, nodes: RangeNodes, members: Ints, times: dict[int, GpuTime]) -> _Columns:
+def _sum_columns(
+    attribution: Attribution, nodes: RangeNodes, members: Ints, times: dict[int, GpuTime], waiting: Waiting
+) -> _Columns:
     windows = find_windows(attribution, members, times)
     node = nodes.of_range[members]
     parts = sum_parts(times, node[windows.member], windows.device, windows.start_ns, windows.end_ns)
@@ -324,9 +352,22 @@ def _sum_columns(attribution: Attribution, nodes: RangeNodes, members: Ints, tim
         own_computing_ns=own_computing,
         moving_ns=moving,
         parts=parts,
+        waited_for=_find_waited_for(parts, node[windows.member], windows, waiting),
         data=find_data_waits(attribution.trace, times).sum_by_group(node[windows.member], windows),
         window_count=np.bincount(node[windows.member], minlength=len(nodes)),
     )
+
+
+def _find_waited_for(parts: dict[int, GpuParts], node: Ints, windows: Windows, waiting: Waiting) -> dict[int, int]:
+    waited_for = {}
+    for number, part in parts.items() if len(waiting.device) else ():
+        communication_ns = part.exposed_communication_ns + part.overlapped_communication_ns
+        mine = node == number
+        sums = waiting.sum_by_rank(windows.device[mine], windows.start_ns[mine], windows.end_ns[mine])
+        rank = max(sums, key=lambda number_: sums[number_], default=None)
+        if rank is not None and sums[rank] > communication_ns / 2:
+            waited_for[number] = rank
+    return waited_for
 
 
 def count_launches(attribution: Attribution, nodes: RangeNodes, members: Ints) -> tuple[Ints, Ints, Ints]:
@@ -397,6 +438,7 @@ def _build_row(
         mfu=None,
         hfu=None,
         idle_factor=idle_factor,
+        waiting_for=columns.waited_for.get(node),
         data_loading_ns=None if parts is None else data.idle_ns,
         input_copy_ns=None if parts is None else data.input_copy_ns,
         loads_data=verdict.loads_data,

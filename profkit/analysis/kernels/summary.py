@@ -19,7 +19,7 @@ from profkit.analysis.placing.attribution import (
     Ledger,
     warn_of_placement,
 )
-from profkit.analysis.ranks.members import Ranks
+from profkit.analysis.ranks.members import RankRow, Ranks, compare_ranks
 from profkit.analysis.time_account.steps import count_in_warmup, count_steps
 from profkit.analysis.tree import Chosen, Instances, KernelFilter, RangeEvidence, choose_work
 from profkit.errors import Finding, TraceError, UsageError
@@ -48,7 +48,8 @@ class KernelRow:
 
     ``share`` is of the kernel and graph time of the selection, 0–1. ``per_instance_count`` is ``count`` over the
     range's outermost instances, null without a range. Times are in nanoseconds, ``mean_ns`` rounded. ``per_rank_ns``
-    is the part of ``total_ns`` that each rank ran, in the order of the result's ``rank_numbers``.
+    is the part of ``total_ns`` that each rank ran, in the order of the result's ``ranks``. ``waiting_ns`` is the part
+    in which collectives waited for another rank, null where that is unknown or nothing communicates.
     """
 
     name: str
@@ -61,6 +62,7 @@ class KernelRow:
     min_ns: int
     max_ns: int
     per_rank_ns: tuple[int, ...] = ()
+    waiting_ns: int | None = None
 
 
 @dataclass(frozen=True)
@@ -96,10 +98,11 @@ class KernelsResult(NotebookResult):
     ``filters`` is what was asked for: with one of them set, the table holds a part of the capture or range.
     ``first_ns`` is the start of the first thing recorded, from which instances are counted for people. ``instances``
     are those left by the filters, with a device those that have work on it; ``outermost_instances`` of them lie in no
-    other: a time or count per instance is over these. ``rank_numbers`` are the ranks of a distributed run, known by
-    ``rank_evidence``. ``steps`` is in how many measured steps all of this work ran, None where some of it ran in none.
-    ``shared`` is what compiled code computes for the range's modules and others together, which is not under the range.
-    ``sources`` are where the kernels of compiled code come from, None if that was not asked for.
+    other: a time or count per instance is over these. ``ranks`` has a row for each rank of a distributed run, known by
+    ``rank_evidence``; the slowest is the one with the most kernel time outside communication. ``steps`` is in how many
+    measured steps all of this work ran, None where some of it ran in none. ``shared`` is what compiled code computes
+    for the range's modules and others together, which is not under the range. ``sources`` are where the kernels of
+    compiled code come from, None if that was not asked for.
     """
 
     trace: str
@@ -122,7 +125,7 @@ class KernelsResult(NotebookResult):
     filters: KernelFilter = field(default_factory=KernelFilter)
     first_ns: int = 0
     outermost_instances: int | None = None
-    rank_numbers: tuple[int, ...] = ()
+    ranks: tuple[RankRow, ...] = ()
     rank_evidence: str | None = None
     steps: int | None = None
     shared: SharedKernels | None = None
@@ -204,7 +207,7 @@ def summarize_kernels(
         filters=wanted,
         first_ns=first_ns,
         outermost_instances=outermost_count,
-        rank_numbers=ranks.numbers,
+        ranks=compare_ranks(trace, ranks, chosen),
         rank_evidence=ranks.evidence,
         steps=count_steps(attribution, rows),
         shared=_find_shared(attribution, wanted, chosen),
@@ -313,6 +316,7 @@ def _build_rows(
     counts = np.diff(np.append(first, len(ordered)))
     whole = int(duration.sum())
     each = _per_rank(ranks, work.process[chosen][order], ordered, first)
+    waits = _waiting(attribution.trace, ranks, chosen[order], first)
     table = [
         KernelRow(
             name=labels(key)[0],
@@ -325,12 +329,28 @@ def _build_rows(
             min_ns=low,
             max_ns=high,
             per_rank_ns=tuple(of_ranks),
+            waiting_ns=waiting,
         )
-        for key, count, total, low, high, of_ranks in zip(
-            *(column.tolist() for column in (keys, counts, totals, lows, highs, each)), strict=True
+        for key, count, total, low, high, of_ranks, waiting in zip(
+            *(column.tolist() for column in (keys, counts, totals, lows, highs, each)), waits, strict=True
         )
     ]
     return tuple(sorted(table, key=lambda row: (-row.total_ns, row.name)))
+
+
+def _waiting(trace: Trace, ranks: Ranks, rows: Ints, first: Ints) -> list[int | None]:
+    """Return how long the collectives of each group of rows waited; None of a group in which that is unknown."""
+    if len(ranks.members) < 2 or trace.measure != "gpu-kernel":
+        return [None] * len(first)
+    from profkit.analysis.ranks.matching import find_waiting  # few captures are of several ranks
+
+    waiting, work = find_waiting(trace, ranks), trace.work
+    waited = np.zeros(len(rows), dtype=np.int64)
+    for device in distinct_values(waiting.device).tolist():
+        mine = np.flatnonzero((work.device[rows] == device) & waiting.is_known[rows])
+        waited[mine] = waiting.waits_of(device).within(work.start_ns[rows[mine]], work.end_ns[rows[mine]])
+    sums, known = np.add.reduceat(waited, first), np.logical_or.reduceat(waiting.is_known[rows], first)
+    return [waited_ns if is_known else None for waited_ns, is_known in zip(sums.tolist(), known.tolist(), strict=True)]
 
 
 def _per_rank(ranks: Ranks, process: Ints, duration_ns: Ints, first: Ints) -> Ints:

@@ -11,7 +11,7 @@ import numpy as np
 from profkit.analysis import NotebookResult, table_of
 from profkit.analysis.opened import OpenedTrace
 from profkit.analysis.ranks.culprit import NOT_COMPARED, Verdict, find_culprit
-from profkit.analysis.ranks.groups import GroupRow, sum_groups
+from profkit.analysis.ranks.groups import GroupRow, Pipeline, find_pipelines, sum_groups
 from profkit.analysis.ranks.light_costs import account_before_waits, has_untimed_waits, keep_steps
 from profkit.analysis.ranks.matching import match_collectives, steps_between_matches, sum_waits
 from profkit.analysis.ranks.own_time import Account, Cause, ReducedRank
@@ -20,6 +20,7 @@ from profkit.errors import CaptureError, TraceError
 from profkit.files import collector_off
 from profkit.run.directory import Run
 from profkit.run.light_columns import UNKNOWN
+from profkit.trace.columns import Ints
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -33,9 +34,10 @@ class RankSummary:
     """What one rank did, per step in nanoseconds; ``step_count`` steps are compared, of a full trace not the first.
 
     ``parts`` are its own time by cause; with ``exposed_ns``, the communication that nothing hid, they sum up to
-    ``step_ns``. Of a rank that only left a light record they are medians of what it did before the first long wait of a
-    step, and do not sum up to the step. ``waiting_ns`` is the time in collectives before the last rank arrived, hidden
-    or not; None of a rank whose record ends too early to be compared. ``sm_mhz`` is None where nobody recorded it.
+    ``step_ns``. ``waiting_ns`` is the time in collectives before the last rank arrived, hidden or not; None of a rank
+    whose record ends too early to be compared. ``sm_mhz`` is None where nobody recorded it. ``parts`` of a rank that
+    only left a light record are medians of what it did before the first long wait of a step, and do not sum up to the
+    step.
     """
 
     rank: int
@@ -61,11 +63,13 @@ class RanksResult(NotebookResult):
     world_size: int
     ranks: tuple[RankSummary, ...]
     groups: tuple[GroupRow, ...]
+    waits_ns: Ints
     verdict: Verdict
     lost: Mapping[int, str]
     step_count: int
     """Over how many steps the sums of collectives are: those whose collectives all ranks recorded."""
     recorded_step_count: int = 0
+    pipelines: tuple[Pipeline, ...] = ()
     is_untimed: bool = False
     """Whether ranks may have waited where nobody timed it, so that waits are the least that they may be."""
     by_clocks: bool = False
@@ -146,7 +150,7 @@ def compare_ranks(
     accounts = [rank.exact or account_before_waits(rank, matched) for rank in reduced]
     is_untimed = has_untimed_waits(reduced, matched)
     counts = [int(steps_between_matches(rank.record.rank, rank.steps.named, matched).sum()) for rank in reduced]
-    waits = sum_waits(matched, list(records))
+    waits = sum_waits(matched, {number: at for at, number in enumerate(records)})
     missing = dict.fromkeys(sorted(set(range(world_size)) - set(records)), "it left no record")
     recorded = {rank.record.rank: len(rank.steps.named) for rank in reduced}
     usual_count = float(np.median(list(recorded.values()))) if recorded else 0.0
@@ -154,13 +158,14 @@ def compare_ranks(
     members = {rank for match in matched if len(match) for rank in match.ranks}
     left_out = set(short) - members if members else set()
     rows = tuple(
-        _summarize(rank, before.exact or account, None if rank.record.rank in left_out else waited, count)
-        for rank, before, account, waited, count in zip(reduced, full, accounts, waits, counts, strict=True)
+        _summarize(rank, before.exact or account, None if rank.record.rank in left_out else int(waited), count)
+        for rank, before, account, waited, count in zip(reduced, full, accounts, waits.sum(axis=1), counts, strict=True)
     )
     return RanksResult(
         world_size=world_size,
         ranks=rows,
         groups=tuple(sum_groups(matched, reduced, world_size)),
+        waits_ns=waits,
         verdict=find_culprit(reduced, accounts, matched, is_untimed=is_untimed),
         lost=missing | dict(lost or {}),
         step_count=max(counts, default=0),
@@ -171,6 +176,7 @@ def compare_ranks(
         ),
         assumed_groups=tuple(sorted(assumed)) if world_size > 2 else (),
         short=short,
+        pipelines=tuple(find_pipelines(known)),
         recorded_step_ns=recorded_step_ns,
     )
 

@@ -1,4 +1,10 @@
-"""What groups of ranks exchange: collectives, sends and receives by kind, with their bandwidth."""
+"""What groups of ranks exchange: collectives by kind with their bandwidth, and what pipeline stages spend in between.
+
+A stage that receives waits for the stage before it, and in backward for the stage after it: sends and receives pair
+ranks off, so nobody arrives last as in a collective. But the stage that works longest never waits for a slower one.
+What it spends in send and recv all the same is the filling and draining of the pipeline, and the transfers: the bubble.
+The other stages also wait for it, by as much as they work less.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +33,8 @@ def bus_factor(kind: str, ranks: int) -> float:
 class GroupRow:
     """One kind of collective in the groups of one name; times are sums over all of them.
 
-    ``count`` counts each collective once, not once a rank. ``byte_count`` and ``bus_bandwidth`` (bytes per second)
-    are None where sizes are unknown, ``wire_ns`` where nobody need wait, so that the last arrival is unknown. Hidden,
+    ``count`` counts each collective once, not once a rank. ``byte_count`` and the bandwidths (bytes per second) are
+    None where sizes are unknown, ``wire_ns`` where nobody need wait, so that the last arrival is unknown. Hidden,
     exposed and waiting time are those of the mean rank of all ranks in these groups; ``hidden_ns`` and ``exposed_ns``
     are None where a rank does not say.
 
@@ -45,6 +51,7 @@ class GroupRow:
     count: int
     byte_count: int | None
     wire_ns: int | None
+    algorithm_bandwidth: float | None
     bus_bandwidth: float | None
     hidden_ns: int | None
     exposed_ns: int | None
@@ -126,8 +133,59 @@ def _sum_one(label: str, size: int, kind: str, dtype: str | None, parts: Sequenc
         count=len(sizes),
         byte_count=total_bytes,
         wire_ns=wire_ns,
+        algorithm_bandwidth=rate,
         bus_bandwidth=None if rate is None else rate * bus_factor(kind, size),
         hidden_ns=hidden_ns,
         exposed_ns=None if hidden_ns is None else round(int(lengths.sum()) / ranks) - hidden_ns,
         waiting_ns=round(int(waits.sum()) / ranks),
     )
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """The ranks of one pipeline, in the order of its group; times are per step.
+
+    ``between_ns`` is what each rank spends in send and recv that nothing hides, ``own_ns`` what it does by itself.
+    """
+
+    group: Group
+    ranks: tuple[int, ...]
+    between_ns: tuple[int, ...]
+    own_ns: tuple[int, ...]
+    step_ns: int
+
+    @property
+    def longest(self) -> int:
+        """Return the position of the rank that works longest."""
+        return self.own_ns.index(max(self.own_ns))
+
+    @property
+    def bubble_ns(self) -> int:
+        """Return what even the rank that works longest spends in send and recv."""
+        return self.between_ns[self.longest]
+
+    @property
+    def uneven_ns(self) -> int:
+        """Return how much longer it works than the rank that works least."""
+        return max(self.own_ns) - min(self.own_ns)
+
+
+def find_pipelines(ranks: Sequence[ReducedRank]) -> list[Pipeline]:
+    """Return the groups whose ranks send to each other, where each of them left a full trace; the first one first."""
+    by_group: dict[tuple[tuple[int, ...], str], dict[int, tuple[Group, int, int, float]]] = {}
+    for rank in ranks:
+        if rank.exact is None or not len(rank.exact):
+            continue
+        own_ns, count = rank.exact.sums(), len(rank.exact)
+        step_ns = float((own_ns + rank.exact.exposed_ns).sum()) / count
+        for group in rank.record.groups:
+            if group.number in rank.between_ns:
+                times = round(rank.between_ns[group.number] / count), round(float(own_ns.sum()) / count), step_ns
+                by_group.setdefault((group.ranks, group.name), {})[rank.record.rank] = group, *times
+    pipelines = []
+    for (numbers, _), of_ranks in sorted(by_group.items(), key=lambda item: item[0][0]):
+        if len(numbers) > 1 and set(numbers) <= of_ranks.keys():
+            _, between, own, steps = zip(*(of_ranks[number] for number in numbers), strict=True)
+            group = next(iter(of_ranks.values()))[0]
+            pipelines.append(Pipeline(group, numbers, between, own, round(float(np.median(steps)))))
+    return pipelines

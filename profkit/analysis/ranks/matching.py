@@ -14,11 +14,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from profkit.analysis.intervals import unite
+from profkit.analysis.intervals import Stretches, disjoint_pieces, unite
+from profkit.analysis.ranks.members import Ranks
 from profkit.analysis.ranks.own_time import Floats, ReducedRank
+from profkit.analysis.time_account.gpu_time import communication_rows
 from profkit.run.light_columns import UNKNOWN, CallColumns
 from profkit.run.light_record import WAITS_FOR_ALL, Group
-from profkit.trace.columns import Bools, Ints
+from profkit.trace.columns import Bools, Ints, Trace, distinct_values
 
 LATE_NS = 20_000
 """Who arrives last in a collective is said if the others waited at least this long: ranks that arrive together differ
@@ -188,26 +190,30 @@ def _median_of_others(wait: Ints) -> Ints:
     return middle_waits
 
 
-def sum_waits(matched: Sequence[Matched], ranks: Sequence[int]) -> list[int]:
-    """Return how long each of these ranks waited for others; what it waited in several collectives at once counts once.
+def sum_waits(matched: Sequence[Matched], index: Mapping[int, int]) -> Ints:
+    """Return how long each rank waited for each other: (who waited, for whom), by their positions in ``index``.
 
-    When a rank waited may be unknown: those times are added up.
+    A rank that waits in several collectives at once counts that time once, for the one that it was in first.
     """
-    sums = dict.fromkeys(ranks, 0)
-    waits: dict[int, list[tuple[Ints, Ints]]] = {rank: [] for rank in ranks}
+    sums = np.zeros((len(index), len(index)), dtype=np.int64)
+    placed: list[list[tuple[Ints, Ints, Ints]]] = [[] for _ in index]
     for match in matched:
         late = np.flatnonzero(match.last >= 0)
-        for here, rank in enumerate(match.ranks):
+        where = np.array([index[rank] for rank in match.ranks], dtype=np.int64)
+        to = where[match.last[late]]
+        for here, rank in enumerate(where.tolist()):
             wait, ended = match.wait_ns[here, late], match.end_ns[here][late]
             begin = np.where(ended != UNKNOWN, ended - match.duration_ns[here, late], match.called_ns[here][late])
             known = (ended != UNKNOWN) | match.only_called[late]
-            sums[rank] += int(wait[~known].sum())
-            waits[rank].append((begin[known], (begin + wait)[known]))
-    for rank, intervals in waits.items():
-        if intervals:
-            waited = unite(*(np.concatenate(column) for column in zip(*intervals, strict=True)))
-            sums[rank] += int((waited.end_ns - waited.start_ns).sum())
-    return list(sums.values())
+            np.add.at(sums[rank], to[~known], wait[~known])
+            placed[rank].append((begin[known], wait[known], to[known]))
+    for rank, parts in enumerate(placed):
+        if parts:
+            begin, wait, to = (np.concatenate(column) for column in zip(*parts, strict=True))
+            order = np.argsort(begin, kind="stable")
+            _, start, end = disjoint_pieces(np.zeros(len(order), dtype=np.int64), begin[order], (begin + wait)[order])
+            np.add.at(sums[rank], to[order], end - start)
+    return sums
 
 
 def waits_by_step(ranks: Sequence[ReducedRank], matched: Sequence[Matched], join: np.ufunc = np.add) -> list[Floats]:
@@ -231,3 +237,77 @@ def _by_step(
             if rank in sums:
                 join.at(sums[rank], match.step[here], times_of(match, here).astype(np.float64))
     return [sums[rank.record.rank][rank.steps.named] for rank in ranks]
+
+
+@dataclass(frozen=True, eq=False)
+class Waiting:
+    """When each GPU waited in a collective, in pieces: ``device`` for the one that arrived ``last``.
+
+    ``is_known`` marks the communication kernels of which this is known; ``rank_of`` is device → rank.
+    """
+
+    device: Ints
+    last: Ints
+    start_ns: Ints
+    end_ns: Ints
+    is_known: Bools
+    rank_of: dict[int, int]
+
+    def waits_of(self, device: int, last: int | None = None) -> Stretches:
+        """Return when the GPU ``device`` waited for another one: for any, or for this one."""
+        mine = (self.device == device) & (True if last is None else self.last == last)
+        return unite(self.start_ns[mine], self.end_ns[mine])
+
+    def sum_by_rank(self, device: Ints, start_ns: Ints, end_ns: Ints) -> dict[int, int]:
+        """Return rank → how long GPUs waited for it in these windows, in ns; windows that overlap count once."""
+        sums: dict[int, int] = {}
+        for here, last in sorted(set(zip(self.device.tolist(), self.last.tolist(), strict=True))):
+            mine = device == here
+            if last in self.rank_of and mine.any():
+                none = np.zeros(int(mine.sum()), dtype=np.int64)
+                _, starts, ends = disjoint_pieces(none, start_ns[mine], end_ns[mine])
+                waited = int(self.waits_of(here, last).within(starts, ends).sum())
+                sums[self.rank_of[last]] = sums.get(self.rank_of[last], 0) + waited
+        return sums
+
+
+def find_waiting(trace: Trace, ranks: Ranks) -> Waiting:
+    """Return when the GPUs of one trace waited in collectives for one another.
+
+    Ranks call their collectives in the same order: the n-th kernel of a name on one GPU is the partner of the n-th on
+    the others. A name counts only if each GPU has equally many of them and all partners run at one moment. (A broadcast
+    usually does not fit: its sender may finish before a receiver begins.) On one GPU alone nothing is known.
+    """
+    work, communicates = trace.work, communication_rows(trace)
+    is_known = np.zeros(len(work), dtype=np.bool_)
+    devices = distinct_values(work.device[communicates])
+    pieces = [np.zeros((4, 0), dtype=np.int64)]
+    for name in distinct_values(work.name[communicates]).tolist() if len(devices) > 1 else ():
+        partners = _match_partners(trace, communicates & (work.name == name), devices.tolist())
+        if partners is None:
+            continue
+        is_known[partners.reshape(-1)] = True
+        waited, last = _wait_for_last(work.duration_ns[partners])
+        here, which = np.nonzero(last != np.arange(len(devices))[:, None])
+        begin = work.start_ns[partners[here, which]]
+        pieces.append(np.stack([devices[here], devices[last[which]], begin, begin + waited[here, which]]))
+    device, waits_for, start_ns, end_ns = np.concatenate(pieces, axis=1)
+    return Waiting(device, waits_for, start_ns, end_ns, is_known, _ranks_by_device(trace, ranks))
+
+
+def _match_partners(trace: Trace, rows: Bools, devices: list[int]) -> Ints | None:
+    work = trace.work
+    each = [np.flatnonzero(rows & (work.device == device)) for device in devices]
+    if len({len(some) for some in each}) > 1:
+        return None
+    partners = np.stack([some[np.argsort(work.start_ns[some], kind="stable")] for some in each])
+    together = work.start_ns[partners].max(axis=0) < work.end_ns[partners].min(axis=0)
+    return partners if together.all() else None
+
+
+def _ranks_by_device(trace: Trace, ranks: Ranks) -> dict[int, int]:
+    by_device: dict[int, set[int]] = {}
+    for number, process in ranks.members:
+        for device in distinct_values(trace.work.device[trace.work.process == process]).tolist():
+            by_device.setdefault(device, set()).add(number)
+    return {device: numbers.pop() for device, numbers in by_device.items() if len(numbers) == 1}

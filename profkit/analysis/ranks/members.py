@@ -1,4 +1,4 @@
-"""The ranks of a distributed run: which process is which rank, and how that is known."""
+"""The ranks of a distributed run: which process is which rank, how that is known, and how the ranks compare."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from profkit.analysis.intervals import BusyTime
+from profkit.analysis.time_account.gpu_time import communication_rows
+from profkit.analysis.tree import Chosen
 from profkit.errors import UsageError
 from profkit.trace.columns import Ints, Trace, distinct_values
 
@@ -89,6 +92,67 @@ def _main_device(trace: Trace, process: int) -> int | None:
     return int(numbers[np.bincount(np.searchsorted(numbers, used)).argmax()]) if len(used) else None
 
 
+@dataclass(frozen=True)
+class RankRow:
+    """What one rank did of what was asked for.
+
+    ``kernel_time_ns`` holds kernels and whole graphs, ``communication_ns`` is the part of it in collectives, where a
+    rank that is done sooner waits for the others. ``wall_ns`` sums the rank's own outermost instances of the range;
+    without one it is from the first to the last thing recorded of the rank.
+    """
+
+    rank: int
+    process: int
+    device: int | None
+    instances: int | None
+    kernel_count: int
+    kernel_time_ns: int
+    busy_ns: int
+    wall_ns: int | None
+    communication_ns: int
+
+    @property
+    def own_ns(self) -> int:
+        """Return the kernel time outside communication: what makes a rank slow."""
+        return self.kernel_time_ns - self.communication_ns
+
+
+def compare_ranks(trace: Trace, ranks: Ranks, chosen: Chosen) -> tuple[RankRow, ...]:
+    """Return one row a rank, for the work and the instances that a request took in."""
+    work, instances = trace.work, chosen.instances
+    communication = communication_rows(trace)
+    rows, busy = [], BusyTime(work)
+    for number, process in ranks.members:
+        mine = chosen.rows & (work.process == process)
+        outermost = None if instances is None else instances.outermost
+        if outermost is not None:
+            outermost = outermost[trace.ranges.process[outermost] == process]
+        rows.append(
+            RankRow(
+                rank=number,
+                process=trace.process_ids.get(process, process),
+                device=_main_device(trace, process),
+                instances=None if outermost is None else len(outermost),
+                kernel_count=int(mine.sum()),
+                kernel_time_ns=int(work.duration_ns[mine].sum()),
+                busy_ns=busy.total_ns(mine),
+                wall_ns=_wall_ns(trace, process, outermost),
+                communication_ns=int(work.duration_ns[mine & communication].sum()),
+            )
+        )
+    return tuple(rows)
+
+
 def _is_one_to_one(pairs: list[tuple[int, int]]) -> bool:
     """Return whether no two processes are of one rank: pids of several machines, or of containers, may coincide."""
     return len({rank for rank, _ in pairs}) == len({process for _, process in pairs}) == len(pairs)
+
+
+def _wall_ns(trace: Trace, process: int, outermost: Ints | None) -> int | None:
+    if outermost is not None:
+        return trace.ranges.sum_open(outermost)
+    tables = (trace.work, trace.calls, trace.ranges)
+    parts = [(table, table.process == process) for table in tables]
+    starts = [int(table.start_ns[mine].min()) for table, mine in parts if mine.any()]
+    ends = [int(table.end_ns[mine].max()) for table, mine in parts if mine.any()]
+    return max(ends) - min(starts) if starts else 0

@@ -14,7 +14,8 @@ record, is a `ReducedRank`.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 import numpy as np
@@ -367,9 +368,10 @@ class ReducedRank:
     """A rank's record, whose steps stand in ``steps``; ``calls`` are those of measured steps, in order of their groups.
 
     ``longer_on_gpu`` is what phases of each measured step took longer on its GPU, as parts and (steps, parts).
-    ``exact`` is what it did by its full trace; of a rank without one, None. ``light`` is the rank by the light record
-    that it left beside its trace: that holds the steps that no profiler recorded too. ``between_phases_ns`` is what
-    lines of source took outside of all phases in a step without a profiler; None where they were not looked for.
+    ``exact`` is what it did by its full trace; of a rank without one, None. ``between_ns`` is what its sends and
+    receives in a group took in the steps of ``exact`` that nothing hid. ``light`` is the rank by the light record that
+    it left beside its trace: that holds the steps that no profiler recorded too. ``between_phases_ns`` is what lines of
+    source took outside of all phases in a step without a profiler; None where they were not looked for.
     """
 
     record: LightRecord
@@ -377,6 +379,7 @@ class ReducedRank:
     calls: CallColumns
     longer_on_gpu: tuple[tuple[Part, ...], Floats]
     exact: Account | None = None
+    between_ns: Mapping[int, int] = field(default_factory=dict)
     light: ReducedRank | None = None
     between_phases_ns: int | None = None
 

@@ -271,7 +271,8 @@ def _add_own_time(columns: LightColumns, own: OwnTime) -> ReducedRank:
     by_end = np.argsort(calls.end_ns, kind="stable")
     if len(by_end):
         cell, part, time_ns = own.sum_between(calls.end_ns[by_end])
-        step = calls.step[by_end[cell]]
+        called = by_end[cell]
+        step = calls.step[called]
     else:
         step, part, time_ns = own.sum_between(_edges_ns(steps))
         step, part, time_ns = step[step > 0], part[step > 0], time_ns[step > 0]
@@ -292,7 +293,18 @@ def _add_own_time(columns: LightColumns, own: OwnTime) -> ReducedRank:
         is_exact=True,
         sm_mhz=clock_of(steps, named),
     )
-    return replace(rank, exact=exact)
+    talking = np.flatnonzero(kept)[talks[column]]
+    between_ns = _sum_sending(calls, called[talking], time_ns[talking]) if len(by_end) else {}
+    return replace(rank, exact=exact, between_ns=between_ns)
+
+
+def _sum_sending(calls: CallColumns, rows: Ints, time_ns: Ints) -> dict[int, int]:
+    """Return by group what sends and receives took of these times, each spent in the collective of that row."""
+    is_sent = calls.is_pairwise[rows]
+    groups, number = np.unique(calls.group[rows[is_sent]], return_inverse=True)
+    sums = np.zeros(len(groups), dtype=np.int64)
+    np.add.at(sums, number, time_ns[is_sent])
+    return dict(zip(groups.tolist(), sums.tolist(), strict=True))
 
 
 def _complete(mine: LightColumns, light: LightColumns) -> LightColumns:

@@ -228,6 +228,16 @@ def _module_parts(time: TimeComparison, modules: ModuleComparison | None, top: i
     more = len(modules.modules) - len(shown)
     rows += [{**_blank_row(), "name": f"({more} more: --format json)"}] if more else []
     yield Table(_columns(name, _has_interval(time), kernels=_noun(time)), rows)
+    if modules.fusions:
+        rows = []
+        for fusion in modules.fusions[:top]:
+            row = {**_change_row(fusion.change), "kernels": _counts(time, fusion.before_count, fusion.after_count)}
+            rows.append({**row, "name": f"{fusion.phase}: {_name_several(fusion.modules)}"})
+            for word, kernels in (("was", fusion.before), ("now", fusion.after)):
+                rows.append({**_blank_row(), "name": f" {word} {_name_kernels(time, kernels)}"})
+        hidden = modules.fusions[top:]
+        rows += [_sum_row(time, [row.change for row in hidden], "more")] if hidden else []
+        yield Table(_columns("fused, without matrix products", _has_interval(time), kernels=_noun(time)), rows)
 
 
 def _name_several(modules: Sequence[str]) -> str:

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from profkit.analysis.efficiency.summary import EfficiencyResult, EfficiencyRow
 from profkit.analysis.step_replay.limits import StepLimits
 from profkit.analysis.time_account.account import recorded_idle
 from profkit.analysis.time_account.gpu_time import DataWait, GpuParts
 from profkit.analysis.time_account.step_times import PhaseTimes
-from profkit.analysis.tree import split_path
+from profkit.analysis.tree import join_path, split_path
 from profkit.analysis.tree.range_tree import RangesResult
 from profkit.errors import Finding
 from profkit.names import STEP
-from profkit.report.commands.steps import limit_parts, name_limits
+from profkit.report import shortest_end
+from profkit.report.commands.steps import DATA, LIMITS, limit_parts, name_limits
 from profkit.report.document import UNKNOWN, Column, Document, Lines, Row, Table
 from profkit.report.units import (
     NS,
@@ -34,6 +35,9 @@ from profkit.report.units import (
     ns_over,
 )
 
+if TYPE_CHECKING:
+    from profkit.analysis.ranks.comparison import RanksResult
+
 TERA = Unit(lambda value: four_digits(value / 1e12) if value else "0")
 _GIGA = Unit(lambda value: four_digits(value / 1e9) if value else "0")
 
@@ -50,6 +54,9 @@ _UNEVEN = 1.5
 """Waits for data of which the longest is this many times their mean come in bursts,"""
 _WORTH = 0.1
 """which is worth a word where it is this share of a step."""
+_MUCH = 0.2
+"""The share of a range's time on the GPU from which a wait for the host is worth naming."""
+_WAITS_NAMED = 3
 
 
 def build_efficiency_document(
@@ -57,12 +64,13 @@ def build_efficiency_document(
     self_check: Sequence[Finding],
     *,
     totals: bool = False,
+    compared: RanksResult | None = None,
     limits: StepLimits | None = None,
     answer: str = "",
 ) -> Document:
     """Return the tree of ranges; people read averages per step if its steps are known, unless they want ``totals``.
 
-    ``answer`` is what the summary says of the run.
+    ``compared`` are the ranks side by side, for which of them is late; ``answer`` is what the summary says of the run.
     """
     steps = None if totals else result.step_count
     words = name_limits(result.ranges, limits)
@@ -71,13 +79,18 @@ def build_efficiency_document(
     parts: list[Table | Lines] = [Lines([*([answer] if answer else []), *_head(result)], "head"), ranges]
     if any(step.communication_ns for step in result.steps):
         parts.append(_step_table(result))
+    if compared is not None:
+        from profkit.report.commands.ranks import verdict_beside  # few captures are of several ranks
+
+        verdict = verdict_beside(answer, compared)
+        parts += [Lines(verdict)] if verdict else []
     data = result.to_dict()
     if answer:
         data = {"answer": answer, **data}
     if limits is not None:
         parts += limit_parts(limits)
         data["step_limits"] = limits.to_dict()
-    parts.append(Lines(_notes(result, steps, replayed=limits is not None)))
+    parts.append(Lines(_notes(result, steps, words, replayed=limits is not None)))
     return Document("efficiency", data, parts, ranges, result.warnings, self_check)
 
 
@@ -120,6 +133,7 @@ def _step_table(result: EfficiencyResult) -> Table:
         Column("communication_ns", "comm.", NS),
         Column("exposed_communication_ns", "not hidden", NS),
         Column("overlapped_communication_ns", "hidden", NS),
+        Column("waiting_ns", "waiting", NS),
     )
     rows = [{**vars(step), **vars(step.gpu), "idle_share": step.gpu.idle_share} for step in result.steps]
     return Table(columns, rows)
@@ -191,7 +205,9 @@ def _count_steps(result: EfficiencyResult) -> str:
     return format_count(steps, "step") + (f" on {format_count(gpus, 'GPU')}" if gpus > 1 else "")
 
 
-def _notes(result: EfficiencyResult, steps: int | None, *, replayed: bool) -> Iterator[str]:
+def _notes(
+    result: EfficiencyResult, steps: int | None, limited_by: Mapping[str, str | None], *, replayed: bool
+) -> Iterator[str]:
     average = "sums over the recording" if steps is None else f"averages over {format_count(steps, 'step')}"
     yield f"Times and counts are {average}. Idle: share of the range's time on the GPU."
     if any(row.clean_idle_share is not None for row in result.ranges):
@@ -202,9 +218,12 @@ def _notes(result: EfficiencyResult, steps: int | None, *, replayed: bool) -> It
     else:
         yield f"TFLOP/s: per second of GPU busy; FLOPs are {_SOURCES[result.work_source]}."
         yield _peak_words(result)
+    yield from _host_wait_line(result, limited_by)
     yield from (_cost_words(times) for times in result.inflation if times.phase == STEP)
     if any(step.communication_ns for step in result.steps):
-        yield "comm.: communication = not hidden + hidden behind computing."
+        yield "comm.: communication = not hidden + hidden behind computing. waiting: until the last rank arrived."
+        if any(step.communication_ns and step.waiting_ns is None for step in result.steps):
+            yield f"{UNKNOWN} in waiting: unknown, because the trace does not hold every rank's communication."
 
 
 def _peak_words(result: EfficiencyResult) -> str:
@@ -222,6 +241,27 @@ def _peak_words(result: EfficiencyResult) -> str:
     gpu = peaks.gpu.removeprefix("NVIDIA ")
     source = f"measured on {gpu}" if peaks.source == "measured" else f"{gpu} datasheet"
     return f"% of peak: of {arithmetic} or {memory} GB/s ({source})."
+
+
+def _host_wait_line(result: EfficiencyResult, limited_by: Mapping[str, str | None]) -> Iterator[str]:
+    """A range within one that is named for the same cause is not named again."""
+    waits: list[tuple[float, str, str, str]] = []
+    for row in result.ranges:
+        for cause, share in (("launch-bound", row.launching_share), ("host-bound", row.host_share)):
+            words = DATA if cause == "host-bound" and row.loads_data else LIMITS[cause]
+            if row.verdict in ("launch-bound", "host-bound") or words == limited_by[row.path]:
+                continue
+            if share >= _MUCH and not any(cause == of and row.path.startswith(f"{path}/") for _, of, path, _ in waits):
+                span_ns = 0 if row.idle is None else row.idle.span_ns
+                waits.append((share * span_ns, cause, row.path, f"{format_share(share)} ({words})"))
+    if waits:
+        waits.sort(key=lambda wait: -wait[0])
+        paths = [split_path(row.path) for row in result.ranges]
+        named = [
+            f"{join_path(shortest_end(split_path(path), paths))} {words}" for _, _, path, words in waits[:_WAITS_NAMED]
+        ]
+        more = f", {len(waits) - _WAITS_NAMED} more" if len(waits) > _WAITS_NAMED else ""
+        yield f"Also idle for more than {_MUCH * 100:.0f} % for one reason: {', '.join(named)}{more}"
 
 
 def _cost_words(step: PhaseTimes) -> str:

@@ -16,6 +16,7 @@ from profkit.report.units import NS, SHARE, TEXT, Unit, count_over, format_count
 
 if TYPE_CHECKING:
     from profkit.analysis.kernels.compiled_code import KernelSource
+    from profkit.analysis.ranks.comparison import RanksResult
 
 _SORTS = {"total": "total_ns", "count": "count", "mean": "mean_ns", "min": "min_ns", "max": "max_ns", "name": "name"}
 SORTS = tuple(_SORTS)
@@ -42,29 +43,33 @@ def build_kernels_document(
     full_names: bool = False,
     explain: bool = False,
     phases: Mapping[str, Sequence[KernelsResult]] | None = None,
+    compared: RanksResult | None = None,
 ) -> Document:
     """Return the result with its books.
 
     People read averages per step where the steps are known (`KernelsResult.steps`), unless they want ``totals``. CSV is
     one table: the instances if they were asked for, else the kernels. The lines after the first ``top`` are added up in
     one more. ``explain`` shows the rule that gave each kernel its category. ``phases`` are shown first, by the title of
-    their table (`OpenedTrace.phases`).
+    their table (`OpenedTrace.phases`); ``compared`` are the ranks side by side, for which of them is late.
     """
     rows = sort_rows(result.kernels, sort)
     shown, others = rows[:top], rows[top:] if top is not None else []
     rest = _sum_rows(result, others) if others else None
     steps = None if totals else result.steps
-    table = _kernel_table(result, shown, rest, steps, full_names=full_names, explain=explain)
+    late = None if compared is None else compared.late_rank
+    table = _kernel_table(result, shown, rest, steps, late, full_names=full_names, explain=explain)
     instances = [_instance_table(result)] if result.per_instance is not None else []
     parts: list[Table | Lines] = [
         _phase_table(title, some, result.ledger.total_ns, totals=totals) for title, some in (phases or {}).items()
     ]
-    parts.append(Lines([*_head(result, steps), *_rank_head(result)], "head"))
+    parts.append(Lines([*_head(result, steps), *_rank_head(result, compared)], "head"))
+    parts += [_rank_table(result, steps)] if _are_compared(result) else []
     parts += [table, *instances]
     parts += [_rule_table(result, shown, full_names=full_names)] if explain else []
     parts += _source_lines(result, shown, steps, full_names=full_names) if explain else []
     parts.append(Lines(_books(result, steps)))
     data = result.to_dict() | {"kernels": [_exact_row(result, row, explain) for row in shown]}
+    data["slowest_rank"] = late
     data["rest"] = None if rest is None else asdict(rest)
     return Document("kernels", data, parts, instances[0] if instances else table, result.warnings, self_check)
 
@@ -184,6 +189,7 @@ def _kernel_table(
     rows: Sequence[KernelRow],
     rest: KernelRow | None,
     steps: int | None,
+    late: int | None,
     *,
     full_names: bool,
     explain: bool,
@@ -195,14 +201,14 @@ def _kernel_table(
         Column("share", "share", SHARE),
         Column("total_ns", "total" if steps is None else "per step", ns_over(steps)),
         # Next to columns of ranks there is no room for these; JSON and CSV have them.
-        *(_rank_columns(result, steps) if compared else [Column("count", "times", count_over(steps)), each]),
+        *(_rank_columns(result, steps, late) if compared else [Column("count", "times", count_over(steps)), each]),
     ]
-    if by_name and len(result.rank_numbers) <= _RANKS_BESIDE_CATEGORY:
+    if by_name and len(result.ranks) <= _RANKS_BESIDE_CATEGORY:
         columns.append(Column("category", "category", TEXT))
     columns.append(
         Column("name", _noun(result) if by_name else result.by, _name_unit(result, full_names), flexible=True)
     )
-    exact = [*_EXACT, *(f"rank_{rank}_ns" for rank in result.rank_numbers if compared), *(["rule"] if explain else [])]
+    exact = [*_EXACT, *(f"rank_{rank.rank}_ns" for rank in result.ranks if compared), *(["rule"] if explain else [])]
     shown = [_row(result, row, explain) for row in rows]
     return Table(columns, shown, rest=None if rest is None else _row(result, rest, explain=False), exact=exact)
 
@@ -310,7 +316,7 @@ def _phase_table(title: str, phases: Sequence[KernelsResult], whole_ns: int, *, 
     steps = counts.pop() if len(counts) == 1 and not totals else None
     unit = "sums over the capture" if steps is None else f"per step ({format_count(steps, 'step')})"
     without = ", without warmup" if any(result.filters.exclude for result in phases) else ""
-    whose = f" of {len(phases[0].rank_numbers)} ranks together" if _are_compared(phases[0]) else ""
+    whose = f" of {len(phases[0].ranks)} ranks together" if _are_compared(phases[0]) else ""
     heading = f"{title or 'Phases'}{whose}, {unit}{without}; 100 % = all {format_ns(whole_ns)} of {_scope(phases[0])}"
     rows = [
         {
@@ -335,20 +341,39 @@ def _phase_table(title: str, phases: Sequence[KernelsResult], whole_ns: int, *, 
 
 
 def _are_compared(result: KernelsResult) -> bool:
-    return len(result.rank_numbers) > 1
+    return len(result.ranks) > 1
 
 
-def _rank_head(result: KernelsResult) -> list[str]:
+def _rank_table(result: KernelsResult, steps: int | None) -> Table:
+    on_gpu = result.measure == "gpu-kernel"
+    columns = (
+        Column("rank", "rank", _PLAIN),
+        Column("device", "GPU", _PLAIN) if on_gpu else Column("process", "pid", _PLAIN),
+        Column("wall_ns", "recorded" if result.range is None else "Python time", ns_over(steps)),
+        Column("kernel_time_ns", "kernel time" if on_gpu else "self time", ns_over(steps)),
+        Column("busy_ns", "GPU busy" if on_gpu else "busy", ns_over(steps)),
+        Column("communication_ns", "communicating", ns_over(steps)),
+        Column("own_ns", "computing", ns_over(steps)),
+        Column("kernel_count", "kernels" if on_gpu else "operators", count_over(steps)),
+    )
+    return Table(columns, [{**vars(row), "own_ns": row.own_ns} for row in result.ranks])
+
+
+def _rank_head(result: KernelsResult, compared: RanksResult | None) -> list[str]:
     is_guess = result.rank_evidence is not None and result.rank_evidence.startswith("guessed")
-    return [f"ranks are {result.rank_evidence}"] * is_guess
+    lines = [f"ranks are {result.rank_evidence}"] * is_guess
+    if compared is not None:
+        from profkit.report.commands.ranks import describe_verdict  # few captures are of several ranks
+
+        lines += describe_verdict(compared)[:1]
+    return lines
 
 
 def _sum_ranks(result: KernelsResult) -> list[str]:
     if not _are_compared(result):
         return []
-    times_ns = [sum(times) for times in zip(*(row.per_rank_ns for row in result.kernels), strict=True)]
-    total = sum(times_ns)
-    parts = [f"rank {rank} {time_ns:,}" for rank, time_ns in zip(result.rank_numbers, times_ns, strict=True)]
+    total = sum(row.kernel_time_ns for row in result.ranks)
+    parts = [f"rank {row.rank} {row.kernel_time_ns:,}" for row in result.ranks]
     if len(parts) > _MOST_RANK_COLUMNS:
         parts = [f"{len(parts)} ranks {total:,}"]
     if result.total_ns > total:
@@ -356,16 +381,17 @@ def _sum_ranks(result: KernelsResult) -> list[str]:
     return [f"Ranks: {result.total_ns:,} ns = {' + '.join(parts)}"]
 
 
-def _rank_columns(result: KernelsResult, steps: int | None) -> list[Column]:
+def _rank_columns(result: KernelsResult, steps: int | None, late: int | None) -> list[Column]:
     unit = ns_over(steps)
-    if len(result.rank_numbers) <= _MOST_RANK_COLUMNS:
-        return [Column(f"rank_{rank}_ns", f"rank {rank}", unit) for rank in result.rank_numbers]
-    return [Column(f"rank_{word}_ns", word, unit) for word in ("least", "median", "most")]
+    if len(result.ranks) <= _MOST_RANK_COLUMNS:
+        return [Column(f"rank_{row.rank}_ns", f"rank {row.rank}", unit) for row in result.ranks]
+    some = [Column(f"rank_{word}_ns", word, unit) for word in ("least", "median", "most")]
+    return some + ([] if late is None else [Column(f"rank_{late}_ns", f"rank {late}", unit)])
 
 
 def _rank_cells(result: KernelsResult, row: KernelRow) -> dict[str, Any]:
     from statistics import median  # slow to load, and needed only where there are ranks
 
     each = row.per_rank_ns
-    cells = {f"rank_{rank}_ns": time for rank, time in zip(result.rank_numbers, each, strict=True)}
+    cells = {f"rank_{rank.rank}_ns": time for rank, time in zip(result.ranks, each, strict=True)}
     return {**cells, "rank_least_ns": min(each), "rank_median_ns": round(median(each)), "rank_most_ns": max(each)}

@@ -12,7 +12,7 @@ from profkit.report.units import SHARE, TEXT, Unit, four_digits
 from profkit.run.work import Ceilings
 
 if TYPE_CHECKING:
-    from profkit.analysis.efficiency import Peaks
+    from profkit.analysis.efficiency import Datasheet
 
 
 _CHECK, _STATE = Column("check", "check", TEXT), Column("state", "state", TEXT)
@@ -77,7 +77,7 @@ def build_ceilings_document(ceilings: Ceilings) -> Document:
     return Document("ceilings", {"device": facts, "rows": table.rows}, [table, Lines(_notes(ceilings))], table)
 
 
-def _rows(ceilings: Ceilings, sheet: Peaks | None) -> Iterator[Row]:
+def _rows(ceilings: Ceilings, sheet: Datasheet | None) -> Iterator[Row]:
     measured = []
     for gemm in ceilings.gemm:
         peak = None if sheet is None else sheet.flops_per_s.get(gemm.dtype)

@@ -9,6 +9,7 @@ from typing import Any
 from profkit.analysis.ranks.comparison import RanksResult, RankSummary, outliers_first
 from profkit.analysis.ranks.costs import HOSTS_VARY, LEAST_SHARE
 from profkit.analysis.ranks.culprit import Culprit, Doubt
+from profkit.analysis.ranks.groups import GroupRow, Pipeline
 from profkit.errors import Finding
 from profkit.report.document import Column, Document, Lines, Table
 from profkit.report.units import (
@@ -16,6 +17,7 @@ from profkit.report.units import (
     COUNT,
     GIGABYTES,
     NS,
+    NUMBER,
     TEXT,
     Unit,
     count_over,
@@ -24,15 +26,31 @@ from profkit.report.units import (
     format_share,
     ns_over,
 )
+from profkit.run.light_record import P2P, Group
 
 _PLAIN = Unit(str)
 _MOST_RANKS_SHOWN = 16
+_WIDEST_MATRIX = 8
 
 _PARTS = ("kernels", "copy", "data", "launch", "python")
+_SENTENCES = 3
+"""The step, who is late, and why."""
+_COMPARED = ("count", "wire_ns", "waiting_ns")
 _OF_CULPRIT = (
     *("rank", "cause", "phase", "module", "late_ns", "share", "extra_ns", "idle_ns", "gain_ns"),
     *("late_steps", "steps", "compared_with"),
 )
+_CHANGE_COLUMNS = (
+    Column("group", "group", TEXT),
+    Column("kind", "collective", TEXT),
+    Column("count_before", "times", NUMBER),
+    Column("count_after", "→", NUMBER),
+    Column("wire_ns_before", "at the wire", NS),
+    Column("wire_ns_after", "→", NS),
+    Column("waiting_ns_before", "waiting", NS),
+    Column("waiting_ns_after", "→", NS),
+)
+
 _MOST_TURNS = 3
 
 _CAUSES = {
@@ -66,6 +84,8 @@ def build_ranks_document(result: RanksResult, run: str, *, top: int | None = _MO
     parts: list[Table | Lines] = [
         Lines(describe_ranks(result), "head"),
         *([_group_table(result)] if result.groups else []),
+        Lines(line for pipeline in result.pipelines for line in _describe_pipeline(pipeline)),
+        *([] if result.verdict.most_rank is None else [_wait_table(result)]),
         ranks,
         Lines(_notes(result)),
     ]
@@ -91,8 +111,67 @@ def _to_json(result: RanksResult) -> dict[str, Any]:
         },
         "groups": [asdict(row) for row in result.groups],
         "ranks": [_rank_data(rank) for rank in result.ranks],
+        "waits": result.waits_ns.tolist(),
+        "pipelines": [
+            {
+                "group": _group_data(pipeline.group, pipeline.ranks),
+                "between_ns": list(pipeline.between_ns),
+                "own_ns": list(pipeline.own_ns),
+                "longest_rank": pipeline.ranks[pipeline.longest],
+                "bubble_ns": pipeline.bubble_ns,
+            }
+            for pipeline in result.pipelines
+        ],
         "lost": [{"rank": rank, "reason": reason} for rank, reason in sorted(result.lost.items())],
     }
+
+
+def _wait_table(result: RanksResult) -> Table:
+    """Return who waited for whom, per step; of many ranks, those that were waited for most."""
+    steps = max(result.step_count, 1)
+    numbers = [rank.rank for rank in result.ranks]
+    waits = result.waits_ns
+    title = f"Waiting in collectives{', per step' * bool(result.recorded_step_count)}"
+    if len(numbers) <= _WIDEST_MATRIX:
+        columns = [Column("rank", "rank", _PLAIN), *(Column(f"for_{n}_ns", f"for rank {n}", NS) for n in numbers)]
+        rows = [
+            {"rank": rank, **{f"for_{n}_ns": round(int(waits[at, to]) / steps) for to, n in enumerate(numbers)}}
+            for at, rank in enumerate(numbers)
+        ]
+        return Table(columns, rows, title=title)
+    caused = waits.sum(axis=0)
+    order = sorted(range(len(numbers)), key=lambda at: (-int(caused[at]), at))[:_WIDEST_MATRIX]
+    order = [at for at in order if caused[at]] or order[:1]
+    rows = [
+        {
+            "rank": numbers[at],
+            "caused_ns": round(int(caused[at]) / steps / max(len(numbers) - 1, 1)),
+            "most_for": numbers[int(waits[:, at].argmax())],
+        }
+        for at in order
+    ]
+    columns = [
+        Column("rank", "rank", _PLAIN),
+        Column("caused_ns", "others wait for it (mean)", NS),
+        Column("most_for", "longest: rank", _PLAIN),
+    ]
+    return Table(columns, rows, title=title)
+
+
+def _describe_pipeline(pipeline: Pipeline) -> list[str]:
+    name, rank = (
+        pipeline.group.dimension or f"of ranks {', '.join(map(str, pipeline.ranks))}",
+        pipeline.ranks[pipeline.longest],
+    )
+    share = f" ({format_share(pipeline.bubble_ns / pipeline.step_ns)})" if pipeline.step_ns else ""
+    between = f"{format_ns(min(pipeline.between_ns))} to {format_ns(max(pipeline.between_ns))}"
+    return [
+        f"pipeline {name}: ranks spend {between} a step in send and recv that nothing hides; rank {rank} (stage"
+        f" {pipeline.longest}) works longest, {format_ns(max(pipeline.own_ns))}, so others wait for it, up to"
+        f" {format_ns(pipeline.uneven_ns)}",
+        f"bubble of pipeline {name}: {format_ns(pipeline.bubble_ns)} a step{share}, what even rank {rank} spends there:"
+        " the pipeline fills and drains, and data are sent; more micro-batches shorten it",
+    ]
 
 
 def _group_table(result: RanksResult) -> Table:
@@ -104,6 +183,7 @@ def _group_table(result: RanksResult) -> Table:
         Column("count", "times", count_over(steps)),
         Column("each_bytes", "size", BYTES),
         Column("each_wire_ns", "at the wire", NS),
+        Column("algorithm_bandwidth", "alg GB/s", GIGABYTES),
         Column("bus_bandwidth", "bus GB/s", GIGABYTES),
         Column("hidden_ns", "hidden", ns_over(steps), wide=True),
         Column("exposed_ns", "not hidden", ns_over(steps), wide=True),
@@ -163,12 +243,12 @@ def _rank_data(rank: RankSummary) -> dict[str, Any]:
 
 
 def _culprit_data(culprit: Culprit) -> dict[str, Any]:
-    group = {
-        "name": culprit.group.group.name,
-        "dimension": culprit.group.group.dimension,
-        "ranks": list(culprit.group.ranks),
-    }
+    group = _group_data(culprit.group.group, culprit.group.ranks)
     return {**{key: getattr(culprit, key) for key in _OF_CULPRIT}, "group": group}
+
+
+def _group_data(group: Group, ranks: Sequence[int]) -> dict[str, Any]:
+    return {"name": group.name, "dimension": group.dimension, "ranks": list(ranks)}
 
 
 def _notes(result: RanksResult) -> Sequence[str]:
@@ -202,7 +282,47 @@ def _notes(result: RanksResult) -> Sequence[str]:
             f"which ranks share the collectives of {', '.join(result.assumed_groups)} is not recorded: all"
             f" {result.world_size} are assumed to (the light record that `profkit run` leaves says it)"
         )
+    if any(row.kind in P2P for row in result.groups) and not result.pipelines:
+        lines.append(
+            "no pipeline is judged: that needs a full trace of each stage, and the group in which data are sent"
+        )
     return lines
+
+
+def compare_groups(before: RanksResult, after: RanksResult) -> tuple[Table, Lines, dict[str, Any]]:
+    """Return what stands under a comparison of two runs of several ranks, and the same for JSON; per step."""
+    sides = [
+        {(row.group, row.rank_count, row.kind, row.dtype): row for row in result.groups} for result in (before, after)
+    ]
+    rows, shown = [], []
+    for key in sorted(sides[0].keys() | sides[1].keys(), key=str):
+        was, now = (_per_step(side.get(key), result) for side, result in zip(sides, (before, after), strict=True))
+        named = dict(zip(("group", "rank_count", "kind", "dtype"), key, strict=True))
+        rows.append({**named, "before": was, "after": now})
+        cells = {f"{name}_before": (was or {}).get(name) for name in _COMPARED}
+        sizes = {size for group, size, *_ in (*sides[0], *sides[1]) if group == key[0]}
+        label = f"{key[0]} ({key[1]})" if len(sizes) > 1 else key[0]
+        shown.append(
+            {**named, "group": label, **cells, **{f"{name}_after": (now or {}).get(name) for name in _COMPARED}}
+        )
+    table = Table(_CHANGE_COLUMNS, shown, title="Collectives by group, per step")
+    lines = [f"before: {line}" for line in describe_ranks(before)[:_SENTENCES]]
+    lines += [f"after: {line}" for line in describe_ranks(after)[:_SENTENCES]]
+    return table, Lines(lines, title="Ranks"), {"groups": rows}
+
+
+def _per_step(row: GroupRow | None, ranks: RanksResult) -> dict[str, float | int | None] | None:
+    if row is None:
+        return None
+    steps = max(ranks.step_count, 1)
+    return {
+        "count": row.count / steps,
+        "byte_count": None if row.byte_count is None else round(row.byte_count / steps),
+        "wire_ns": None if row.wire_ns is None else round(row.wire_ns / steps),
+        "bus_bandwidth": row.bus_bandwidth,
+        "exposed_ns": None if row.exposed_ns is None else round(row.exposed_ns / steps),
+        "waiting_ns": round(row.waiting_ns / steps),
+    }
 
 
 def describe_ranks(result: RanksResult) -> list[str]:

@@ -266,6 +266,8 @@ def _describe_proof(proof: Proof, fit: Fit, *, is_unprofiled: bool) -> str:
 
 def limit_words(row: EfficiencyRow) -> str | None:
     """Return what limits a range; None if it launched nothing. Which peak limits what computes may be unknown."""
+    if row.verdict == "communication-bound" and row.waiting_for is not None:
+        return f"waiting for rank {row.waiting_for}"
     if row.verdict == "host-bound" and row.loads_data:
         return DATA
     if row.verdict is None:
@@ -298,7 +300,7 @@ def name_limits(rows: Sequence[EfficiencyRow], limits: StepLimits | None) -> dic
         if limit == Limit.COMPUTING:
             is_of_work = row.verdict in (None, "compute-bound", "memory-bound")
             words[row.path] = words[row.path] if is_of_work or not sums else COMPUTING
-        elif not (limit == Limit.PYTHON and row.loads_data):
+        elif row.waiting_for is None and not (limit == Limit.PYTHON and row.loads_data):
             words[row.path] = _REPLAYED[limit]
     return words
 

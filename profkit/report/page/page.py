@@ -17,6 +17,7 @@ from markupsafe import Markup, escape
 from profkit.analysis.memory.device import DeviceMemory, Filter
 from profkit.analysis.memory.opened_snapshot import MemoryResult
 from profkit.analysis.opened import OpenedCapture
+from profkit.analysis.ranks.comparison import RanksResult
 from profkit.analysis.self_check import SelfCheck
 from profkit.analysis.trials import Trial, summarize_trials
 from profkit.files import write_whole
@@ -41,6 +42,11 @@ _SCRIPTS = {
 """Sections with a script of their own."""
 
 _MEMORY = "Memory over time"
+
+MOST_IN_MATRIX = 64
+"""A matrix of more ranks than this is no picture: the table names those that others wait for most."""
+
+_WIDEST, _LARGEST_CELL = 640, 64
 
 _MOST_SIMULATED = 100_000
 """Events of the allocator: a page should not wait for longer histories to be simulated under each setting."""
@@ -165,7 +171,7 @@ def _step_sections(run: Results) -> Iterator[Section]:
     trace, result = run.capture.trace, run.efficiency
     if trace is None or result is None:
         return
-    document = build_efficiency_document(result, (), limits=trace.step_limits)
+    document = build_efficiency_document(result, (), compared=run.summary.compared, limits=trace.step_limits)
     dots = list(build_dots(trace.account, run.capture.manifest)) if result.steps else []
     content = {"dots": dots, "parts": view_parts(document.parts)}
     yield Section("step", "One step", f"profkit efficiency {run.name}", content, findings=result.warnings)
@@ -196,17 +202,42 @@ def _draw_trials(trials: Sequence[Trial]) -> Iterator[dict[str, Any]]:
 
 
 def _rank_sections(run: Results) -> Iterator[Section]:
-    """Yield the sentences and the tables of ``profkit ranks``."""
+    """Yield the sentences, the matrix of waits and the tables of ``profkit ranks``."""
     result = run.summary.compared
     if result is None:
         return
     document = build_ranks_document(result, run.name)
     content = {
         "lines": describe_ranks(result),
+        "matrix": _draw_waits(result) if len(result.ranks) <= MOST_IN_MATRIX else None,
         "parts": view_parts(document.parts[1:]),
         "lost": [without_folders(make_visible(finding.message)) for finding in document.findings],
     }
     yield Section("ranks", "Ranks", f"profkit ranks {run.name}", content)
+
+
+def _draw_waits(result: RanksResult) -> dict[str, Any] | None:
+    """Return the cells of the matrix, each as dark as its wait is long; None if nobody waits."""
+    waits, steps = result.waits_ns, max(result.step_count, 1)
+    longest = int(waits.max())
+    if not longest:
+        return None
+    size = min(_WIDEST // len(result.ranks), _LARGEST_CELL)
+    numbers = [rank.rank for rank in result.ranks]
+    cells = [
+        {
+            "x": to * size,
+            "y": here * size,
+            "share": round(int(waits[here, to]) / longest, 3),
+            "text": f"rank {numbers[here]} waits {format_ns(int(waits[here, to]) / steps)} a step"
+            f" for rank {numbers[to]}",
+        }
+        for here, to in zip(*waits.nonzero(), strict=True)
+    ]
+    # Where there are many ranks, not every one has room for its number.
+    every = -(-24 // size)
+    labels = [{"at": at * size + size // 2, "rank": rank} for at, rank in enumerate(numbers) if at % every == 0]
+    return {"size": size, "whole": size * len(numbers), "cells": cells, "labels": labels}
 
 
 def _module_sections(run: Results) -> Iterator[Section]:
@@ -235,7 +266,9 @@ def _kernel_sections(run: Results) -> Iterator[Section]:
     if run.kernels is None or trace is None:
         return
     phases = trace.phases()
-    document = build_kernels_document(run.kernels, (), phases={"": phases} if phases else None)
+    document = build_kernels_document(
+        run.kernels, (), phases={"": phases} if phases else None, compared=run.summary.compared
+    )
     content = {"parts": view_parts(document.parts)}
     yield Section("kernels", "Kernels", f"profkit kernels {run.name}", content, findings=run.kernels.warnings)
 
