@@ -330,13 +330,3 @@ def test_what_hides_in_a_gzip_cannot_fill_the_memory(tmp_path: Path, monkeypatch
             file.write(b"}" * 2**20)  # 16 million dictionaries in 70 kB: 1.1 GB
         file.write(b"e.")
     assert "too large" in report(path)
-
-
-def test_a_pickle_cut_within_a_bytearray_gets_no_line_but_its_own(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / "cut.pickle"
-    path.write_bytes(pickle.dumps({"x": bytearray(300)}, 5)[:200])
-    with pytest.raises(SnapshotError, match="cut off"):
-        open_snapshot(path)
-    assert capfd.readouterr() == ("", "")

@@ -48,7 +48,7 @@ def export(capture: Path, output: Path | None, rank: int | None, style: Format) 
         check = opened.self_check
     with shown_after_a_second(f"writing {output.name}"), whole_file(output) as partial, partial.open("xb") as file:
         write_chrome_trace(file, opened, zipped=output.suffix == ".gz")
-    Output(style).print(build_export_document(capture, output, opened, check))
+    Output(style).print(build_export_document(capture, output, check))
 
 
 @click.command()

@@ -295,31 +295,10 @@ _COLUMNS = (
 _VIEWERS = "ui.perfetto.dev, chrome://tracing"
 
 
-def build_export_document(capture: Path, output: Path, opened: OpenedTrace, check: SelfCheck) -> Document:
+def build_export_document(capture: Path, output: Path, check: SelfCheck) -> Document:
     rows = [{"file": str(output), "bytes": output.stat().st_size, "open_with": _VIEWERS}]
-    table, counted = Table(_COLUMNS, rows), _count(opened)
-    what = "kernel" if opened.recorded.measure == "gpu-kernel" else "CPU operator"
-    streams = f" on {format_count(counted['stream_count'], 'stream')}" if what == "kernel" else ""
-    line = (
-        f"{format_count(counted['work_count'], what)}, {counted['work_ns']:,} ns in all{streams},"
-        f" {counted['copy_count']:,} copies and fills,"
-        f" {format_count(counted['call_count'], 'CUDA call')}, {format_count(counted['range_count'], 'range')}"
-    )
-    data = {"capture": str(capture), "files": rows, "time": counted}
-    return Document("export", data, [table, Lines([line])], table, self_check=check.findings)
-
-
-def _count(opened: OpenedTrace) -> dict[str, int]:
-    trace = opened.recorded
-    places = np.stack([trace.work.process, trace.work.device, trace.work.stream])
-    return {
-        "work_count": len(trace.work),
-        "work_ns": int(trace.work.duration_ns.sum()),
-        "stream_count": np.unique(places, axis=1).shape[1],
-        "copy_count": len(trace.copies),
-        "call_count": len(trace.calls),
-        "range_count": len(trace.ranges),
-    }
+    table = Table(_COLUMNS, rows)
+    return Document("export", {"capture": str(capture), "files": rows}, [table], table, self_check=check.findings)
 
 
 _KEPT_COLUMNS = (

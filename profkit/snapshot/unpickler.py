@@ -19,8 +19,6 @@ import stat
 import sys
 import warnings
 import zlib
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
@@ -116,25 +114,10 @@ def load_data(path: Path) -> Any:
 
 
 def _load(file: IO[bytes], is_gzip: bool) -> Any:
-    with _unprinted_errors():
-        if not is_gzip:
-            return _DataUnpickler(file).load()
-        with gzip.GzipFile(fileobj=file) as stream:
-            return _DataUnpickler(io.BufferedReader(_BoundedReader(stream, MAX_DECOMPRESSED_BYTES), 2**20)).load()
-
-
-@contextmanager
-def _unprinted_errors() -> Iterator[None]:
-    """Let CPython not print its own SystemError where a pickle ends within a bytearray: the one that it raises says it.
-
-    Objects/bytearrayobject.c, bytearray_dealloc: what was read of the array is still exported when it is freed.
-    """
-    hook = sys.excepthook
-    sys.excepthook = lambda *_: None
-    try:
-        yield
-    finally:
-        sys.excepthook = hook
+    if not is_gzip:
+        return _DataUnpickler(file).load()
+    with gzip.GzipFile(fileobj=file) as stream:
+        return _DataUnpickler(io.BufferedReader(_BoundedReader(stream, MAX_DECOMPRESSED_BYTES), 2**20)).load()
 
 
 def _rehearse(path: Path, is_gzip: bool) -> None:

@@ -266,7 +266,6 @@ def compare_captures(
             *(_warn_of_phases(*steps) if range is None else ()),
             *_warn_of_missing("memory snapshots", before.snapshot, after.snapshot),
             *(() if time is None else time.warnings),
-            *(() if memory is None else memory.warnings),
             *_warn_of_compilations("before", before),
             *_warn_of_compilations("after", after),
         ),

@@ -22,7 +22,6 @@ from profkit.analysis import NotebookResult, table_of
 from profkit.analysis.memory import read_metadata
 from profkit.analysis.memory.categories import Named
 from profkit.analysis.memory.device import DeviceMemory
-from profkit.errors import Finding
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -57,7 +56,6 @@ class Comparison(NotebookResult):
     after_peak_bytes: int
     exact: bool
     parts: tuple[Part, ...]
-    warnings: tuple[Finding, ...]
 
     @property
     def difference_bytes(self) -> int:
@@ -161,7 +159,6 @@ def compare_peaks(before: DeviceMemory, after: DeviceMemory, names: tuple[str, s
         after_peak_bytes=after.history.allocated_peak_bytes,
         exact=exact,
         parts=tuple(parts),
-        warnings=() if exact else (Finding("bounded", "one of the peaks is not proven; run profkit memory on each"),),
     )
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -156,8 +157,8 @@ class Pin:
 
 
 @dataclass(frozen=True)
-class Candidate:
-    """The largest free block of one pool and stream."""
+class FreeBlock:
+    """The largest free block of one pool and stream, and the live blocks nearest to it in its segment."""
 
     bytes: int
     pool: str
@@ -191,7 +192,7 @@ class OomVerdict:
     reserved_bytes: int
     free_bytes: int
     outside_bytes: int | None
-    largest_free: tuple[Candidate, ...]
+    largest_free: tuple[FreeBlock, ...]
     fitting_settings: tuple[str, ...] | None
     """Settings of the allocator, as torch writes them, under which the simulated request fits; None where the
     simulation does not fail under the recorded ones, so that it proves nothing."""
@@ -213,8 +214,8 @@ def judge_oom(memory: DeviceMemory, capacity_bytes: int | None = None) -> OomVer
     needed = wanted if is_expandable else segment_size_bytes(wanted)
     curves = memory.history.curves
     allocated, reserved = int(curves.allocated[event + 1]), int(curves.reserved[event + 1])
-    blocks = find_free_blocks(memory.history, event + 1)
-    free = sum(block.size_bytes for block in blocks)
+    segments = lay_out(memory.history, event + 1) or []
+    free = sum(size for segment in segments for _, size, state, _ in segment.blocks if state == INACTIVE)
     outside = None if capacity_bytes is None else max(capacity_bytes - device_free - reserved, 0)
     is_limited = device_free >= needed
     if is_limited:
@@ -223,7 +224,6 @@ def judge_oom(memory: DeviceMemory, capacity_bytes: int | None = None) -> OomVer
     else:
         short = needed - device_free
         cause = _cause(wanted, short, room=reserved + device_free, loose=free + device_free, outside=outside)
-    candidates = _candidates(memory, blocks, wanted, int(events.stream[event]))
     return OomVerdict(
         cause=cause,
         message=_MESSAGES[cause] + (_LIMITED if is_limited else ""),
@@ -238,7 +238,7 @@ def judge_oom(memory: DeviceMemory, capacity_bytes: int | None = None) -> OomVer
         reserved_bytes=reserved,
         free_bytes=free,
         outside_bytes=outside,
-        largest_free=candidates,
+        largest_free=_largest_free(memory, segments, (wanted > SMALL_BYTES, int(events.stream[event]))),
         fitting_settings=_find_fitting_settings(memory, event, is_limited),
     )
 
@@ -299,25 +299,33 @@ def _cause(wanted: int, short: int, *, room: int, loose: int, outside: int | Non
     return "capacity"
 
 
-def _candidates(memory: DeviceMemory, blocks: list[FreeBlock], wanted: int, stream: int) -> tuple[Candidate, ...]:
-    largest: dict[tuple[bool, int], FreeBlock] = {}
-    for block in blocks:
-        largest.setdefault((block.is_large, block.stream), block)
-    own = (wanted > SMALL_BYTES, stream)
-    ordered = sorted(largest.items(), key=lambda item: (item[0] != own, -item[1].size_bytes))
+def _largest_free(memory: DeviceMemory, segments: list[Segment], own: tuple[bool, int]) -> tuple[FreeBlock, ...]:
+    """Return the largest free block of each pool and stream, that of the request's ``own`` first, then by size."""
+    begins, streams = _streams(memory.history)
+    largest: dict[tuple[bool, int], tuple[int, Segment, int]] = {}
+    for segment in segments:
+        stream = streams[max(bisect_right(begins, segment.begin) - 1, 0)] if streams else 0
+        key = segment.is_large, stream
+        for at, (_, size, state, _) in enumerate(segment.blocks):
+            if state == INACTIVE and (key not in largest or size > largest[key][0]):
+                largest[key] = size, segment, at
+    ordered = sorted(largest.items(), key=lambda item: (item[0] != own, -item[1][0]))
     return tuple(
-        Candidate(
-            block.size_bytes,
-            "large" if key[0] else "small",
-            key[1],
-            key == own,
-            tuple(
-                Pin(int(memory.history.replay.size_bytes[row]), memory.owner_of(row), memory.stacks.facts_of(row).label)
-                for row in block.pinned_by
-            ),
-        )
-        for key, block in ordered
+        FreeBlock(size, "large" if key[0] else "small", key[1], key == own, tuple(_pins(memory, segment, at)))
+        for key, (size, segment, at) in ordered
     )
+
+
+def _pins(memory: DeviceMemory, segment: Segment, at: int) -> Iterator[Pin]:
+    """Yield the `_PINS_SHOWN` live blocks nearest to a free one."""
+    begin, size, *_ = segment.blocks[at]
+    reach = 2 * _PINS_SHOWN  # no two free blocks lie next to each other
+    around = [*segment.blocks[max(at - reach, 0) : at], *segment.blocks[at + 1 : at + 1 + reach]]
+    live = [block for block in around if block[3] >= 0]
+    live.sort(key=lambda block: min(abs(block[0] - begin - size), abs(begin - block[0])))
+    for *_, row in live[:_PINS_SHOWN]:
+        size_bytes = int(memory.history.replay.size_bytes[row])
+        yield Pin(size_bytes, memory.owner_of(row), memory.stacks.facts_of(row).label)
 
 
 @dataclass(frozen=True)
@@ -367,39 +375,6 @@ def lay_out(history: History, moment: int) -> list[Segment] | None:
         blocks += [(at, end - at, INACTIVE, -1)] if at < end else []
         segments.append(Segment(begin, end, is_expandable, tuple(blocks)))
     return segments if covered == len(used) else None
-
-
-@dataclass(frozen=True)
-class FreeBlock:
-    """A free block, and the `_PINS_SHOWN` live blocks (rows of the replay) nearest to it in its segment."""
-
-    address: int
-    size_bytes: int
-    stream: int
-    is_large: bool
-    pinned_by: tuple[int, ...]
-
-
-def find_free_blocks(history: History, moment: int) -> list[FreeBlock]:
-    """Return the free blocks at a moment on the curves, the largest first; none if the blocks do not fit together."""
-    begins, streams = _streams(history)
-    free = []
-    for segment in lay_out(history, moment) or ():
-        stream = streams[max(bisect_right(begins, segment.begin) - 1, 0)] if streams else 0
-        is_large = segment.is_large
-        for at, (address, size, state, _) in enumerate(segment.blocks):
-            if state == INACTIVE:
-                free.append(FreeBlock(address, size, stream, is_large, _nearest(segment, at)))
-    return sorted(free, key=lambda block: (-block.size_bytes, block.address))
-
-
-def _nearest(segment: Segment, at: int) -> tuple[int, ...]:
-    begin, size, *_ = segment.blocks[at]
-    reach = 2 * _PINS_SHOWN  # no two free blocks lie next to each other
-    around = [*segment.blocks[max(at - reach, 0) : at], *segment.blocks[at + 1 : at + 1 + reach]]
-    live = [block for block in around if block[3] >= 0]
-    live.sort(key=lambda block: min(abs(block[0] - begin - size), abs(begin - block[0])))
-    return tuple(row for *_, row in live[:_PINS_SHOWN])
 
 
 def _streams(history: History) -> tuple[list[int], list[int]]:

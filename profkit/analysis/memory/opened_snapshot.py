@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 PEAK = "peak"
 FAILURE = "oom"
 _PHASE = "phase:"
-_TIME = re.compile(r"(?P<value>\d+(\.\d+)?)\s*(?P<unit>us|µs|ms|s|)$")
+_TIME = re.compile(r"(?P<value>\d+(\.\d+)?)\s*(?P<unit>us|µs|ms|s)$")
 _UNITS = {"us": 1, "µs": 1, "ms": 1_000, "s": 1_000_000}
 _MANY_UNKNOWN = 0.05
 """If the purpose of more than this share of the bytes is unknown, a warning says so."""
@@ -244,7 +244,7 @@ class OpenedSnapshot:
 
         Args:
             at: ``peak``; ``oom`` for the last allocation that failed; ``phase:NAME`` for the peak within a phase; or a
-                time: ``1.5s`` or ``300ms`` after the first event on any device, or microseconds since the epoch.
+                time: ``1.5s`` or ``300ms`` after the first event on any device.
             device: the device's index; by default the one with the highest peak.
             stack: show only allocations with this text in their stack or owner.
             min_bytes: show only allocations of at least this size.
@@ -299,13 +299,10 @@ def find_moment(memory: DeviceMemory, at: str) -> int:
     if history.time_us(1) is None:
         raise SnapshotError(f"moment {at!r}: without a history there are no times; only peak is possible")
     first = memory.device.zero_us
-    unit = match["unit"]
-    value = float(match["value"]) * _UNITS[unit] + first if unit else float(match["value"])
-    if not unit and value < first:
-        raise UsageError(f"moment {at!r}: write {match['value']}s for seconds after the first event")
+    value = float(match["value"]) * _UNITS[match["unit"]] + first
     if not first <= value <= int(memory.timeline.times_us[-1]):
         span = (int(memory.timeline.times_us[-1]) - first) / 1e6
-        raise UsageError(f"moment {at!r}: outside the history, which lasts {span:.6f}s from {first} µs")
+        raise UsageError(f"moment {at!r}: outside the history, which lasts {span:.6f}s")
     return memory.timeline.moment_at(int(value))
 
 
