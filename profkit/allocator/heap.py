@@ -81,7 +81,6 @@ class Heap:
         """What was charged per row; 0 before its birth."""
         self.completed_early: dict[int, float] = {}
         """Rows whose free was completed because memory was short, and when."""
-        self.release_count = 0
         self.failed: int | None = None
         """The row of the request that did not fit."""
 
@@ -251,7 +250,6 @@ class Heap:
             if not self._has_room(number, want):
                 self._complete_frees(position)
                 self._release_all(position)
-                self.release_count += 1
             if not self._has_room(number, want):
                 return None
         if self._is_expandable:

@@ -53,15 +53,11 @@ class Simulation:
     address: Ints
     size_bytes: Ints
     """What the allocator charged; 0 for rows after a failure."""
-    event_count: int
-    """How many events were recorded: where positions end."""
     positions: Floats
     allocated: Ints
     requested: Ints
     reserved: Ints
     failed: Failure | None
-    release_count: int
-    """How often the allocator released all cached memory because the capacity was reached."""
     bases_decide: bool
     """Whether a choice hung on the base address of a segment that CUDA need not choose again."""
 
@@ -175,13 +171,11 @@ def _sum_up(requests: Requests, heap: Heap, start_bytes: int) -> Simulation:
     return Simulation(
         address=np.array(heap.addresses, dtype=np.int64),
         size_bytes=size,
-        event_count=requests.event_count,
         positions=np.concatenate([[-1.0], position[order]]),
         allocated=curve(0, None, -size[freeing], None, size[live]),
         requested=curve(0, -wanted[completing], None, None, wanted[live]),
         reserved=curve(start_bytes, None, None, changed[:, 1].astype(np.int64), None),
         failed=failed,
-        release_count=heap.release_count,
         bases_decide=heap.bases_decide,
     )
 

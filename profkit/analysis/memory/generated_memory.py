@@ -37,8 +37,6 @@ class Held:
 
     modules: tuple[str, ...]
     source: str | None
-    buffers: tuple[str, ...]
-    """The names of the buffers in the generated file of which one holds it."""
     is_decided: bool
     is_first: bool
     """Whether it is what the memory was allocated for."""
@@ -157,7 +155,6 @@ class GeneratedMemory:
         return Held(
             modules=tuple(dict.fromkeys(name for some in modules for name in some)),
             source=next(iter(sources)) if len(sources) == 1 else None,
-            buffers=tuple(dict.fromkeys(tenant.holder.name for tenant in tenants)),
             is_decided=len(modules) == 1,
             is_first=all(tenant.is_first for tenant in tenants),
             is_freed_in_call=all(memory.freed is not None for _, memory in allocations),
