@@ -174,12 +174,12 @@ def test_an_impossible_sequence_is_counted_and_its_peak_is_not_exact() -> None:
     assert_books_close(result)
 
 
-def test_a_snapshot_without_settings_says_so_and_with_segments_of_others_is_not_exact() -> None:
+def test_a_snapshot_without_settings_is_exact_but_not_with_segments_of_others() -> None:
     data = Training().snapshot()
     del data["allocator_settings"], data["external_annotations"]
     result = opened(data).memory()
     assert result.totals.allocated_peak_bytes == Training().allocator.peaks()[0]
-    assert "no-settings" in {warning.code for warning in result.warnings}
+    assert result.totals.exact
     allocator = recording(divisions=4)
     allocator.free(allocator.malloc(33 * MIB))
     data = allocator.snapshot()

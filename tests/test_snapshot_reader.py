@@ -72,11 +72,10 @@ def test_a_history_by_torch_2_1_is_refused_and_segments_without_one_are_read(
     assert not read_snapshot(written(tmp_path, data | {"device_traces": []})).settings.is_recorded
 
 
-def test_unknown_actions_are_counted_and_unknown_keys_ignored(tmp_path: Path, data: dict[str, Any]) -> None:
+def test_unknown_actions_and_unknown_keys_are_ignored(tmp_path: Path, data: dict[str, Any]) -> None:
     data["device_traces"][0].insert(2, {"action": "teleport", "size": 0, "stream": 0, "time_us": 1_000_010, "moon": 1})
     data["workspace_snapshot"] = []
     snapshot = read_snapshot(written(tmp_path, data))
-    assert snapshot.unknown_actions == {"teleport": 1}
     assert snapshot.devices[0].events.action[2] == OTHER
 
 

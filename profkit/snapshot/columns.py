@@ -9,7 +9,7 @@ the allocator charged. Times are microseconds since the epoch.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -140,8 +140,6 @@ class Snapshot:
     devices: tuple[Device, ...]
     """The devices that were used, by index."""
     settings: Settings
-    unknown_actions: dict[str, int] = field(default_factory=dict)
-    """Kind of event that the reader does not know → how many there were; they are left out."""
 
 
 MOST_FRAMES = 2000

@@ -2,8 +2,9 @@
 
 The file is what ``torch.cuda.memory._dump_snapshot`` writes (torch/csrc/cuda/memory_snapshot.cpp and Module.cpp): a
 dictionary of ``segments`` and ``device_traces``, which newer versions of torch extend by ``allocator_settings``,
-``external_annotations`` and more keys per event. Unknown keys are ignored; events of an unknown kind are ignored and
-counted. A bare list of segments (``torch.cuda.memory_snapshot()``) is a snapshot without history.
+``external_annotations`` and more keys per event. Unknown keys are ignored, and so are events of an unknown kind: what
+one did to the blocks, the replay would contradict. A bare list of segments (``torch.cuda.memory_snapshot()``) is a
+snapshot without history.
 
 Every value is of its expected type before anything is done with it: one that is nested in itself a hundred times fits
 in a kilobyte, and to print, compare or hash it would take for ever.
@@ -17,9 +18,9 @@ from __future__ import annotations
 import math
 import sys
 from array import array
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
+from itertools import repeat
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -96,14 +97,13 @@ def _build(path: Path, data: Any) -> Snapshot:
         raise SnapshotError(f"{path}: a pickle, but not of a memory snapshot (its device_traces are not lists)")
     by_device = _read_segments(data["segments"])
     annotations = _read_annotations(_records(data.get("external_annotations") or [], "external_annotations"))
-    unknown: Counter[str] = Counter()
     devices: list[Device] = []
     recorded = [index for index, trace in enumerate(traces) if trace]
     _refuse_shared([traces[index] for index in recorded], "histories")
     for index in sorted({*by_device, *recorded}):
         if not 0 <= index < _MOST_DEVICES:
             raise ValueError("an impossible device")
-        events = _read_events(traces[index] if index < len(traces) else [], unknown)
+        events = _read_events(traces[index] if index < len(traces) else [])
         segments, blocks = by_device.get(index) or _tile([])
         device = Device(index, events, segments, blocks, annotations)
         if device.was_used:
@@ -112,7 +112,7 @@ def _build(path: Path, data: Any) -> Snapshot:
     devices = [replace(device, zero_us=min(starts)) if len(device.events) else device for device in devices]
     if not devices:
         raise SnapshotError(f"{path}: no device was used in this snapshot; was it dumped before any CUDA allocation?")
-    return Snapshot(str(path), tuple(devices), _read_settings(data.get("allocator_settings")), dict(unknown))
+    return Snapshot(str(path), tuple(devices), _read_settings(data.get("allocator_settings")))
 
 
 def _records(entries: Any, what: str) -> list[dict[str, Any]]:
@@ -139,18 +139,15 @@ def _integer(record: dict[str, Any], key: str, default: int | None = None) -> in
     return value
 
 
-def _read_events(trace: list[dict[str, Any]], unknown: Counter[str]) -> Events:
+def _read_events(trace: list[dict[str, Any]]) -> Events:
     _records(trace, "a history")
-    codes = _Codes(ACTIONS)
     if trace and "time_us" not in trace[0]:
         raise ValueError("a history without times, as torch before 2.2 wrote it")
     count = len(trace)
     names = list(map(itemgetter("action"), trace))
     if not set(map(type, names)) <= {str}:
         raise ValueError("action is no text")
-    action = np.fromiter(map(codes.__getitem__, names), np.int8, count)
-    if len(codes) > len(ACTIONS):
-        unknown.update(name for name in names if name not in ACTIONS)
+    action = np.fromiter(map(ACTIONS.get, names, repeat(OTHER)), np.int8, count)
     stream = np.zeros(count, dtype=np.int64)
     of_segments = np.flatnonzero(action >= SEGMENT_ALLOC)
     stream[of_segments] = [_integer(trace[event], "stream", 0) for event in of_segments.tolist()]
@@ -162,14 +159,6 @@ def _read_events(trace: list[dict[str, Any]], unknown: Counter[str]) -> Events:
         stream=stream,
         raw=trace,
     )
-
-
-class _Codes(dict[str, int]):
-    """Kind of event → its code; remembers the unknown kinds that it was asked for."""
-
-    def __missing__(self, name: str) -> int:
-        self[name] = OTHER
-        return OTHER
 
 
 def _column(trace: list[dict[str, Any]], key: str) -> Ints:

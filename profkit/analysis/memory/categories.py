@@ -1,7 +1,6 @@
 """What memory is for: the category of every allocation, with the evidence for it.
 
-Evidence, the strongest first: ``identity`` (the run recorded whose tensor it is), ``metadata`` (no mark of
-today's says a kind), ``stack`` (these lines allocate only
+Evidence, the strongest first: ``identity`` (the run recorded whose tensor it is), ``stack`` (these lines allocate only
 one kind of thing, or they are compiled code's, which frees again what they allocate), ``lifetime`` (a guess from the
 phases in which it was allocated and freed, or from lines that mostly allocate this kind), ``none``.
 
@@ -41,7 +40,7 @@ CATEGORIES = (
     "workspace",
     "unknown",
 )
-EVIDENCE = ("identity", "metadata", "stack", "lifetime", "none")
+EVIDENCE = ("identity", "stack", "lifetime", "none")
 
 # The default workspaces of cuBLAS, in bytes requested: 32 MiB (Hopper and later) and 4096 KiB × 2 + 16 KiB × 8 (before)
 # (aten/src/ATen/cuda/CublasHandlePool.cpp). cuBLASLt's 1 MiB is too common a size to guess from.

@@ -29,7 +29,6 @@ from profkit.analysis.memory.places import (
 )
 from profkit.analysis.memory.stacks import StackFacts, format_frame, sum_by_stack
 from profkit.names import kind_of
-from profkit.snapshot.columns import INACTIVE
 
 NOT_SELECTED = "(not selected)"
 
@@ -191,20 +190,16 @@ class Composition:
 
 @dataclass(frozen=True)
 class Fragmentation:
-    """Reserved memory that is not allocated, at one moment; the ``end_`` figures describe the dump."""
+    """Reserved memory that is not allocated, at one moment."""
 
     reserved_bytes: int
     allocated_bytes: int
-    pending_bytes: int
-    """Freed by the program, still used by another stream."""
     free_bytes: int
+    """Neither allocated nor still used by another stream."""
     free_share: float
     """Of the reserved bytes."""
     padding_bytes: int
     """Allocated beyond what was requested: rounding, and rests too small to split off. Shown as lost to rounding."""
-    end_free_bytes: int
-    end_free_blocks: int
-    end_largest_free_bytes: int
 
 
 def compose(memory: DeviceMemory, what: str, moment: int, wanted: Filter | None = None) -> Composition:
@@ -319,22 +314,17 @@ def _share(part: int, whole: int) -> float:
 
 def measure_fragmentation(history: History, moment: int) -> Fragmentation:
     """Return what was reserved and not allocated at a moment on the curves."""
-    replay, curves, blocks = history.replay, history.curves, history.device.blocks
+    replay, curves = history.replay, history.curves
     is_live = (replay.birth < moment) & (replay.freed >= moment)
     is_pending = (replay.freed < moment) & (replay.completed >= moment)
     allocated, reserved = int(curves.allocated[moment]), int(curves.reserved[moment])
     pending = int(replay.size_bytes[is_pending].sum())
     # Less than nothing only where the replay contradicts itself, which `History.contradictions` says.
     free = max(reserved - allocated - pending, 0)
-    end_free_bytes = blocks.size_bytes[blocks.state == INACTIVE]
     return Fragmentation(
         reserved_bytes=reserved,
         allocated_bytes=allocated,
-        pending_bytes=pending,
         free_bytes=free,
         free_share=free / reserved if reserved else 0.0,
         padding_bytes=max(allocated - int(replay.requested_bytes[is_live].sum()), 0),
-        end_free_bytes=int(end_free_bytes.sum()),
-        end_free_blocks=len(end_free_bytes),
-        end_largest_free_bytes=int(end_free_bytes.max(initial=0)),
     )

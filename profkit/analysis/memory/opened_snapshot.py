@@ -77,7 +77,6 @@ class HistoryFacts:
     complete: bool
     events: int
     reason: str | None
-    start_reserved_bytes: int
     start_us: int | None
     end_us: int | None
     zero_us: int
@@ -275,7 +274,7 @@ class OpenedSnapshot:
             leaks=leaks,
             allocator_check=check,
             others=tuple(_sum_up(other.history) for other in self.devices.values() if other is not memory),
-            warnings=tuple(_find_warnings(self.snapshot, memory, composition, leaks, check)),
+            warnings=tuple(_find_warnings(memory, composition, leaks, check)),
         )
 
 
@@ -345,7 +344,6 @@ def _describe_history(history: History) -> HistoryFacts:
         complete=history.is_complete,
         events=len(events),
         reason=reason,
-        start_reserved_bytes=replay.start_reserved_bytes,
         start_us=history.time_us(1) if len(events) else None,
         end_us=history.time_us(len(events)) if len(events) else None,
         zero_us=history.device.zero_us,
@@ -353,11 +351,7 @@ def _describe_history(history: History) -> HistoryFacts:
 
 
 def _find_warnings(
-    snapshot: Snapshot,
-    memory: DeviceMemory,
-    composition: Composition,
-    leaks: LeakCheck,
-    check: AllocatorCheck | None,
+    memory: DeviceMemory, composition: Composition, leaks: LeakCheck, check: AllocatorCheck | None
 ) -> Iterator[Finding]:
     """Yield what a reader must know about one device's account, the gravest first."""
     yield from _doubt_history(memory.history)
@@ -374,10 +368,6 @@ def _find_warnings(
             f"{check.unmatched_entries:,} tensor{'s' * (check.unmatched_entries != 1)} could not be matched to an"
             " allocation (CUDA graphs cause this); sizes are not affected",
         )
-    for action, count in snapshot.unknown_actions.items():
-        yield Finding("unknown-action", f"{count:,} events of the unknown kind {action!r} were ignored")
-    if not snapshot.settings.is_recorded:
-        yield Finding("no-settings", "the file records no allocator settings: defaults are assumed")
     unknown = composition.evidence["none"]
     # A run with a ledger has recorded what can be known: nothing is left to do about the rest.
     if memory.recorded is None and unknown > _MANY_UNKNOWN * composition.allocated_bytes:

@@ -30,7 +30,6 @@ TOP_STACKS = 6
 
 EVIDENCE_WORDS = {
     "identity": "known tensor",
-    "metadata": "annotation",
     "stack": "call stack",
     "lifetime": "guessed from lifetime",
     "none": "unknown",
@@ -183,11 +182,6 @@ def _notes(result: MemoryResult, *, hint: bool) -> Iterator[str]:
         f"At {when} PyTorch held {format_bytes(some.reserved_bytes)} from CUDA, {format_bytes(some.free_bytes)} of it"
         f" unused ({format_share(some.free_share)}); {format_bytes(some.padding_bytes)} lost to rounding"
     )
-    if some.end_free_blocks:
-        yield (
-            f"When recording ended: {format_bytes(some.end_free_bytes)} cached but unused, in"
-            f" {format_count(some.end_free_blocks, 'piece')}, the largest {format_bytes(some.end_largest_free_bytes)}"
-        )
     if check is not None and check.agrees and not check.is_from_before:
         yield "PyTorch's own peaks, recorded by the run, agree to the byte"
     if check is not None and check.earlier_peak_bytes and not history.complete:
