@@ -338,7 +338,7 @@ class OpenedCapture:
             SnapshotError: no history of memory was recorded.
         """
         from profkit.analysis.step_replay.predict import Prediction
-        from profkit.analysis.whatif.apply import MODELLED, cost_of_ranges
+        from profkit.analysis.whatif.apply import MODELLED
         from profkit.run.edits import parse_edits
 
         parsed = parse_edits(edits)
@@ -359,7 +359,6 @@ class OpenedCapture:
                 edits=[edit.text for edit in changing],
                 device=device,
                 capacity_bytes=capacity_bytes,
-                cost=None if self.trace is None else cost_of_ranges(self.trace.ranges()),
             )
         except UsageError as error:
             if time is None or time.refusal is not None:

@@ -51,8 +51,6 @@ class Case:
     phase: str | None = None
     """In which the allocated memory is at its peak."""
     fits: bool | None = None
-    unused_bytes: int | None = None
-    """Reserved but not allocated at the allocated peak; None if that is below zero: the history is impossible."""
     failed_request_bytes: int | None = None
     """Where it does not fit: the request that fails."""
 
@@ -176,7 +174,6 @@ class _Cases:
             exact=history.bounds is None,
             phase=self._memory.timeline.phase_at(moment - 1),
             fits=fits,
-            unused_bytes=_unused(int(curves.reserved[moment]), allocated),
             failed_request_bytes=failed_bytes,
         )
 
@@ -189,7 +186,7 @@ class _Cases:
             return _case(settings, requests.peak_bytes(), (low, None), (low, None), edits=edits), None
         prediction = predict(requests, settings, self._capacity)
         simulation, failed = prediction.simulation, prediction.failed
-        peak, last = int(simulation.allocated.argmax()), len(self._memory.device.events) - 1
+        last = len(self._memory.device.events) - 1
         case = _case(
             settings,
             simulation.requested_peak_bytes,
@@ -201,7 +198,6 @@ class _Cases:
             exact=prediction.exact,
             phase=self._memory.timeline.phase_at(min(int(simulation.peak_position), last)),
             fits=prediction.fits,
-            unused_bytes=_unused(int(simulation.reserved[peak]), int(simulation.allocated[peak])),
             failed_request_bytes=None if failed is None else failed.requested_bytes,
         )
         return case, simulation
@@ -226,7 +222,7 @@ class _Cases:
             cases = [self._widen(case, ends, settings) for case, settings in zip(cases, variants, strict=True)]
         if any(edit.recomputed for edit in applied):
             cases = list(map(_stretch, cases))
-        return cases, take_apart(program, requests, applied, found[0][1], cost), has_found
+        return cases, take_apart(program, requests, applied, found[0][1]), has_found
 
     def _widen(self, case: Case, ends: list[Requests], settings: Settings) -> Case:
         """Return a case with ranges that also cover other assumptions on what is not known of its edits."""
@@ -259,10 +255,6 @@ def _case(
         reserved_range_bytes=reserved,
         **known,
     )
-
-
-def _unused(reserved_bytes: int, allocated_bytes: int) -> int | None:
-    return None if reserved_bytes < allocated_bytes else reserved_bytes - allocated_bytes
 
 
 def _stretch(case: Case) -> Case:

@@ -82,23 +82,16 @@ class EditedPeak:
     edits: tuple[Applied, ...]
     place: str | None
     """What asks for the memory at the peak: the module and the line."""
-    added_kernel_ns: int | None
-    """The kernels that checkpoints run again in a step; None if there are none, or if it is not known.
-
-    A step becomes longer by at least this: Python prepares the kernels again, too.
-    """
     by_category: tuple[PartChange, ...] = ()
     by_module: tuple[PartChange, ...] = ()
 
 
 def take_apart(
-    program: Program, requests: Requests, applied: tuple[Applied, ...], simulation: Simulation | None, cost: Cost | None
+    program: Program, requests: Requests, applied: tuple[Applied, ...], simulation: Simulation | None
 ) -> EditedPeak:
     """Return what the peak of an edited program is made of; without a simulation only what the edits rest on."""
-    ranges = [name for edit in applied for name in edit.recomputed]
-    added = cost(ranges) if cost and ranges else None
     if simulation is None:
-        return EditedPeak(applied, None, added)
+        return EditedPeak(applied, None)
     memory, position = program.memory, simulation.peak_position
     before = memory.live_rows(memory.history.peak_moment)
     after = np.flatnonzero((requests.born <= position) & (requests.freed > position))
@@ -109,7 +102,6 @@ def take_apart(
     return EditedPeak(
         applied,
         _place(program, requests, position),
-        added,
         _join(
             _by_category(program, recorded),
             {**_by_category(program, edited), **({FAILED_REQUEST: failed} if failed else {})},

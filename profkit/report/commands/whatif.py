@@ -11,8 +11,8 @@ from profkit.analysis.whatif.answers import Case, WhatIf
 from profkit.analysis.whatif.apply import EditedPeak, PartChange
 from profkit.errors import Finding
 from profkit.report.commands.steps import time_parts, time_table
-from profkit.report.document import UNKNOWN, Column, Document, Lines, Row, Table
-from profkit.report.units import BYTES, TEXT, Unit, format_bytes, format_exactly, format_ns, format_share
+from profkit.report.document import Column, Document, Lines, Row, Table
+from profkit.report.units import BYTES, TEXT, Unit, format_bytes, format_exactly
 
 _EXACT = (
     "allocator",
@@ -27,7 +27,6 @@ _EXACT = (
     "allocated_high_bytes",
     "reserved_low_bytes",
     "reserved_high_bytes",
-    "unused_bytes",
     "phase",
     "fits",
 )
@@ -71,7 +70,6 @@ def build_whatif_document(result: WhatIf) -> Document:
         Column("allocated", "allocated", _PEAK),
         Column("reserved", "reserved", _PEAK),
         Column("change", "change", _SIGNED),
-        Column("unused", "unused", _PEAK),
     ]
     if any(case.fits is not None for case in result.cases):
         columns.append(Column("fits", "fits", _YES))
@@ -129,7 +127,6 @@ def _row(case: Case, today: Case) -> Row:
         "allocated": _peak(case.allocated_range_bytes, case.exact),
         "reserved": _peak(case.reserved_range_bytes, case.exact),
         "change": change,
-        "unused": _share(case.unused_bytes, case),
         **ranges,
     }
 
@@ -152,13 +149,6 @@ def _peak(both: tuple[int, int | None], exact: bool) -> str:
     return f"{small.rpartition(' ')[0] if same_unit else small}–{large}"
 
 
-def _share(unused: int | None, case: Case) -> str:
-    if unused is None or case.allocated_peak_bytes is None:
-        return UNKNOWN
-    whole = unused + case.allocated_peak_bytes
-    return format_share(unused / whole if whole else 0.0)
-
-
 def _head(result: WhatIf) -> Iterator[str]:
     requested = format_exactly(result.cases[0].requested_peak_bytes)
     yield f"{PurePath(result.snapshot).name}, device {result.device}: {requested} requested at the peak"
@@ -171,7 +161,7 @@ def _notes(result: WhatIf, hidden: list[Case]) -> Iterator[str]:
     if hidden:
         yield f"No change: {', '.join(map(_name_case, hidden))}"
     if any(case.reserved_peak_bytes is not None for case in cases):
-        yield "change: of the reserved peak; unused: its part that nothing used at the allocated peak"
+        yield "change: of the reserved peak"
     if any(case.allocated_peak_bytes is not None and not case.exact for case in cases):
         start = "" if result.history_is_complete else ", and of what was cached before the recording"
         start += "" if result.edited is None else ", and of what is not known of an edit"
@@ -233,10 +223,6 @@ def _evidence(peak: EditedPeak) -> Iterator[str]:
         yield f"{edit.text}: {edit.rests_on}"
         for line in edit.unknown:
             yield f"  not known: {line}"
-    if peak.added_kernel_ns is not None:
-        yield f"Computing again adds at least {format_ns(peak.added_kernel_ns)} to a step: its kernels alone"
-    elif any(edit.recomputed for edit in peak.edits):
-        yield "What computing again takes is not known: the run has no trace of these ranges"
 
 
 def _table(what: str, parts: Sequence[PartChange], top: int) -> Table:
