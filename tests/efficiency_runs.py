@@ -85,7 +85,7 @@ def two_steps_work(**changes: Any) -> dict[str, Any]:
     """Return the content of a ``work.json`` of `write_two_steps`, with some keys changed."""
 
     def one(path: list[str], flops: int, least_bytes: int, other: int = 10) -> dict[str, Any]:
-        counts = {"flops": flops, "other_flops": other, "least_bytes": least_bytes}
+        counts = {"flops": flops, "other_flops": other, "needed_flops": flops - 1, "least_bytes": least_bytes}
         return {"path": path, **counts, "flops_by_dtype": {"bf16": flops}, "instances": 1, "varies": False}
 
     ranges = [

@@ -469,7 +469,7 @@ def counted_products(neighbour: str, least_bytes: int) -> tuple[Program, dict[st
     """Return steps with padded products in the head, and what each range of their forward pass does."""
     flops = {"": 1_400e9, "head": 400e9, "body": 1_000e9}
     names = {path: ["forward", "model", *([path] if path else [])] for path in flops}
-    usual = {"other_flops": 0, "instances": 1, "varies": False, "least_bytes": least_bytes}
+    usual = {"other_flops": 0, "needed_flops": 0, "instances": 1, "varies": False, "least_bytes": least_bytes}
     counts = {path: {"flops": round(count), "flops_by_dtype": {"bf16": round(count)}} for path, count in flops.items()}
     ranges = [{"path": names[path], **usual, **counts[path]} for path in flops]
     work = {"version": 1, "source": "counted", "dtype": "bf16", "ranges": ranges, "model_flops": 0, "missing": []}

@@ -158,6 +158,21 @@ def test_attention_counts_a_head_of_key_and_value_for_each_of_the_query(name: st
     assert torch_flops(backward.default, (query, query, key, key), {}, (query, key, key)) == 5 * product
 
 
+def test_causal_attention_says_what_its_mask_hides() -> None:
+    graph = fx.Graph()
+    with torch.device("meta"):
+        shape = torch.empty(1, 2, 8, 16, dtype=torch.bfloat16)
+    places = [graph.placeholder(name) for name in ("query", "key", "value")]
+    target = torch.ops.aten._scaled_dot_product_flash_attention.default
+    node = graph.call_function(target, (*places, 0.0, True))
+    for place in places:
+        place.meta["val"] = shape
+    node.meta["val"] = (shape,)
+    seen = sum(query + 1 for query in range(8))
+    whole = 2 * 2 * 2 * 8 * 8 * 16
+    assert work_of_node(node) == Products(whole, "bf16", whole - whole * seen // 64)
+
+
 def _wrapped(wrapper: str) -> tuple[fx.Node, fx.Node]:
     """Return attention as a node of a graph, and the same as torch wraps it within a checkpoint, its results taken."""
     graph = fx.Graph()
@@ -212,7 +227,7 @@ PRODUCT = 2 * 3 * 4 * 5
 def _graph() -> Iterator[None]:
     torch._dynamo.utils.counters.clear()
     loaded["f000000000"] = {
-        1: Launch(1, "extern_kernels.mm", True, flops=PRODUCT, dtype="bf16", recomputed_flops=20),
+        1: Launch(1, "extern_kernels.mm", True, flops=PRODUCT, dtype="bf16", masked_flops=7, recomputed_flops=20),
         2: Launch(2, "triton_poi_fused_gelu_0", False, flops=0),
         3: Launch(3, "extern_kernels.mm", True),
         4: Launch(4, "triton_tem_fused_mm_1", False),
@@ -251,7 +266,7 @@ def test_a_launch_counts_once_by_its_record_under_its_modules() -> None:
         _launch(1, "model", "h.0", "h.0.mlp")
     for path in ("", "forward", "forward/model", "forward/model/h.0", "forward/model/h.0/h.0.mlp"):
         one = counted[path]
-        assert (one.flops_by_dtype, one.recomputed_flops) == ({"bf16": PRODUCT}, 20)
+        assert (one.flops_by_dtype, one.needed_flops, one.recomputed_flops) == ({"bf16": PRODUCT}, PRODUCT - 7, 20)
     assert counted.content.model_flops == PRODUCT - 20
     assert counted.content.missing == ()
 

@@ -54,7 +54,7 @@ def test_a_run_gives_every_range_its_work_by_its_path(tmp_path: Path) -> None:
     result = read_trace(make_timed_run(tmp_path)).efficiency()
     rows = rows_by_path(result)
     step, layers = rows["step *"], rows["step */forward/layer *"]
-    assert (step.flops, step.least_bytes) == (2 * 9_100, 1_000)
+    assert (step.flops, step.least_bytes, step.needed_flops) == (2 * 9_100, 1_000, 2 * 9_099)
     assert (layers.instances, layers.flops, layers.other_flops, layers.least_bytes) == (4, 5_000, 40, 320)
     assert layers.busy_ns == 320
     assert layers.flops_per_s == pytest.approx(5_000 / 320e-9)

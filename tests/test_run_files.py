@@ -37,6 +37,7 @@ WORK: dict[str, Any] = {
             "path": ["forward", "layer 0"],
             "flops": 100,
             "other_flops": 7,
+            "needed_flops": 60,
             "least_bytes": 400,
             "flops_by_dtype": {"bf16": 90, "fp32": 10},
             "instances": 2,

@@ -344,6 +344,16 @@ def test_the_autograd_thread_of_a_gpu_is_counted() -> None:
     assert rows[("backward",)]["flops"] == 4 * 128
 
 
+def test_causal_attention_as_needed() -> None:
+    query = torch.randn(2, 4, 8, 16)
+    packet = torch.ops.aten._scaled_dot_product_flash_attention
+    given = {"query": query, "key": query[:, :, :6], "is_causal": True}
+    flops = 2 * 2 * 2 * 4 * 8 * 6 * 16
+    seen = 1 + 2 + 3 + 4 + 5 + 6 + 6 + 6
+    assert operators.masked_flops(packet, given, flops) == flops - 2 * 2 * 2 * 4 * seen * 16
+    assert operators.masked_flops(packet, {**given, "is_causal": False}, flops) == 0
+
+
 def test_bytes_of_views_and_of_rows_that_are_looked_up() -> None:
     table, index = torch.randn(1000, 4), torch.tensor([3, 5])
 

@@ -27,6 +27,7 @@ from profkit.capture.work import Products
 from profkit.capture.work.operators import (
     base_name,
     dtype_name,
+    masked_flops,
     name_arguments,
     product_formula,
     recomputed_flops,
@@ -137,7 +138,7 @@ def _work_of_call(node: fx.Node, is_backward: bool) -> Products | None:
     except _UnknownSize:
         return None
     again = flops if is_backward and _is_of_forward(meta) else recomputed_flops(target, given, flops)
-    return Products(flops, dtype_name(target, operands), again)
+    return Products(flops, dtype_name(target, operands), masked_flops(target, given, flops), again)
 
 
 def _product_flops(left: Tensor, right: Tensor) -> int:

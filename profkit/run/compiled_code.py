@@ -69,6 +69,7 @@ class Launch:
     """Of its matrix products, attention and convolutions; None where they are not known."""
     dtype: Word | None = None
     """The type in which the products are done, as in ``work.json``; None without products."""
+    masked_flops: int = 0
     recomputed_flops: int = 0
 
 

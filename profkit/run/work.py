@@ -5,6 +5,7 @@ below the step, outermost first: ``("forward", "layer 0")``; ``()`` is the step 
 lengths that range stands before: ``("context 128", "forward")``, and ``("context 128",)`` for a step in it.
 
 - ``flops``: matrix products and convolutions as executed, by the formulas of torch's FlopCounterMode.
+- ``needed_flops``: the same, but of causal attention only what the mask leaves: for query q its q + 1 keys.
 - ``recomputed_flops``: the part of ``flops`` that repeats what the forward pass did: what a checkpoint computes again,
   and of fused attention's backward the product for the scores. The model asks for the rest; the hardware does both.
 - ``other_flops``: all operations that torch has no formula for, by profkit's own (`profkit.capture`).
@@ -62,6 +63,7 @@ class RangeWork:
     path: tuple[RangeName, ...]
     flops: int
     other_flops: int
+    needed_flops: int
     least_bytes: int
     flops_by_dtype: dict[Word, int]
     instances: int = 1
@@ -76,7 +78,7 @@ class RangeWork:
         return {dtype: flops * count // self.instances for dtype, flops in self.flops_in_step.items()}
 
     def __post_init__(self) -> None:
-        counts = (self.flops, self.other_flops, self.least_bytes, self.instances)
+        counts = (self.flops, self.other_flops, self.needed_flops, self.least_bytes, self.instances)
         if min(*counts, self.recomputed_flops, *self.flops_by_dtype.values(), *self.flops_in_step.values()) < 0:
             raise ValueError("a negative count")
 

@@ -344,7 +344,7 @@ def _run_files() -> dict[str, Any]:
         },
         "work.json": {
             "version": 1, "source": "counted", "dtype": "fp32", "model_flops": 300, "missing": [],
-            "ranges": [{"path": ["forward", "layer 0"], "flops": 100, "least_bytes": 400}],
+            "ranges": [{"path": ["forward", "layer 0"], "flops": 100, "needed_flops": 60, "least_bytes": 400}],
         },
         "ceilings.json": {
             "version": 1, "device": {"name": "NVIDIA H200", "uuid": None, "clock_mhz": 1, "clock_max_mhz": 2},

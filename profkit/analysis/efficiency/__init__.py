@@ -185,6 +185,7 @@ class Amount:
 
     flops: int | None = None
     other_flops: int | None = None
+    needed_flops: int | None = None
     least_bytes: int | None = None
     recomputed_flops: int | None = None
     flops_by_dtype: dict[str, int] = field(default_factory=dict)
@@ -236,6 +237,7 @@ def _sum(whole: list[tuple[RangeWork, int]]) -> Amount:
     return Amount(
         flops=sum(by_dtype.values()),
         other_flops=sum(work.other_flops * count for work, count in whole),
+        needed_flops=sum(work.needed_flops * count for work, count in whole),
         least_bytes=sum(work.least_bytes * count for work, count in whole),
         recomputed_flops=sum(work.recomputed_flops * count for work, count in whole),
         flops_by_dtype=dict(by_dtype),

@@ -86,16 +86,16 @@ class EfficiencyRow(RangeRow):
 
     ``launch_count`` counts the calls that launched kernels and graphs. ``gpu`` is its time on the GPUs in parts,
     ``idle_share`` the idle part; both are None if it launched nothing. ``flops`` are matrix products as executed,
-    ``recomputed_flops`` those that repeat what the forward pass did, ``other_flops`` all other operations; rates are
-    over ``busy_ns``, and so are the shares: ``ceiling_share`` of the time that ``flops`` would take at their dtypes'
-    peak, ``roof_share`` of that of the peak which the range would meet first (of the least bytes if it is
-    memory-bound). Where that is the memory's, a range that holds others has none: its least bytes are those of one
-    perfect kernel for all of them, which nobody can write, and no rate of its kernels. ``intensity`` is all operations
-    per least byte. ``mfu`` and ``hfu`` exist for steps (`efficiency.work`). ``idle_factor`` is the unprofiled over the
-    recorded idle time, if the phase around the range was timed without a profiler; ``idle`` and ``clean_idle_share``
-    follow from it. ``waiting_for`` is the rank for which most of the communication in its time was waiting.
-    ``data_loading_ns`` and ``input_copy_ns`` are waits for data (`time_account.gpu_time`), ``loads_data`` whether they
-    are most of what a *host-bound* range waits for.
+    ``needed_flops`` those without what a causal mask hides, ``recomputed_flops`` those that repeat what the forward
+    pass did, ``other_flops`` all other operations; rates are over ``busy_ns``, and so are the shares: ``ceiling_share``
+    of the time that ``flops`` would take at their dtypes' peak, ``roof_share`` of that of the peak which the range
+    would meet first (of the least bytes if it is memory-bound). Where that is the memory's, a range that holds others
+    has none: its least bytes are those of one perfect kernel for all of them, which nobody can write, and no rate of
+    its kernels. ``intensity`` is all operations per least byte. ``mfu`` and ``hfu`` exist for steps
+    (`efficiency.work`). ``idle_factor`` is the unprofiled over the recorded idle time, if the phase around the range
+    was timed without a profiler; ``idle`` and ``clean_idle_share`` follow from it. ``waiting_for`` is the rank for
+    which most of the communication in its time was waiting. ``data_loading_ns`` and ``input_copy_ns`` are waits for
+    data (`time_account.gpu_time`), ``loads_data`` whether they are most of what a *host-bound* range waits for.
     """
 
     launch_count: int
@@ -105,6 +105,7 @@ class EfficiencyRow(RangeRow):
     clean_idle_share: float | None
     flops: int | None
     other_flops: int | None
+    needed_flops: int | None
     least_bytes: int | None
     recomputed_flops: int | None
     flops_per_s: float | None

@@ -30,12 +30,14 @@ class Products:
 
     flops: int = 0
     dtype: str | None = None
+    masked_flops: int = 0
     recomputed_flops: int = 0
 
     def __add__(self, other: Products) -> Products:
         return Products(
             self.flops + other.flops,
             self.dtype or other.dtype,
+            self.masked_flops + other.masked_flops,
             self.recomputed_flops + other.recomputed_flops,
         )
 
@@ -44,11 +46,13 @@ class Products:
 class Work:
     """What one instance of a range does, the ranges inside it included; ``flops`` by the type in which they are done.
 
-    ``recomputed_flops`` is the part of the FLOPs that repeats what the forward pass did.
+    ``masked_flops`` is the part of the FLOPs that goes into keys which a causal mask hides, ``recomputed_flops`` the
+    part that repeats what the forward pass did.
     """
 
     flops: dict[str, int] = field(default_factory=dict)
     other_flops: int = 0
+    masked_flops: int = 0
     least_bytes: int = 0
     recomputed_flops: int = 0
 
@@ -114,6 +118,7 @@ class WorkAccount:
             work = instance.work
             if products.flops:
                 work.flops[dtype] = work.flops.get(dtype, 0) + products.flops
+            work.masked_flops += products.masked_flops
             work.recomputed_flops += products.recomputed_flops
             work.other_flops += other_flops
 
@@ -184,12 +189,14 @@ def _summarize_range(path: Path, instances: list[Work]) -> RangeWork:
     count = len(instances)
     dtypes = sorted({dtype for one in instances for dtype in one.flops})
     by_dtype = {dtype: sum(one.flops.get(dtype, 0) for one in instances) // count for dtype in dtypes}
+    flops = sum(by_dtype.values())
     varies = any(one != instances[0] for one in instances)
     in_step = {dtype: sum(one.flops.get(dtype, 0) for one in instances) for dtype in dtypes} if varies else {}
     return RangeWork(
         path=path,
-        flops=sum(by_dtype.values()),
+        flops=flops,
         other_flops=sum(one.other_flops for one in instances) // count,
+        needed_flops=flops - sum(one.masked_flops for one in instances) // count,
         least_bytes=sum(one.least_bytes for one in instances) // count,
         flops_by_dtype=by_dtype,
         instances=count,

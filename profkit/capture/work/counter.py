@@ -254,7 +254,7 @@ class WorkCounter(OperatorMode, RangeObserver):
         record = launch.record
         # What is captured into a CUDA graph runs when that is replayed.
         if len(launches) == 1 and record is not None and record.flops and not _is_capturing():
-            products = Products(record.flops, record.dtype, record.recomputed_flops)
+            products = Products(record.flops, record.dtype, record.masked_flops, record.recomputed_flops)
             self._add(innermost, products)
 
     def _launched(self, launch: _Launch) -> None:

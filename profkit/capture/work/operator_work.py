@@ -34,6 +34,7 @@ from profkit.capture.work.operators import (
     base_name,
     dtype_name,
     is_made_of_others,
+    masked_flops,
     name_arguments,
     other_flops,
     recomputed_flops,
@@ -115,7 +116,8 @@ def describe_call(
     is_again = is_recomputing() or is_computed_again()  # by torch's checkpoint, or by somebody else's
     reads, writes = ((), ()) if operator.name in BLANK else operator.touched(buffers)
     again = flops if is_again else recomputed_flops(func, operator.given, flops)
-    products = Products(flops, dtype_name(func, operator.operands), again)
+    masked = masked_flops(func, operator.given, flops)
+    products = Products(flops, dtype_name(func, operator.operands), masked, again)
     kept = next(iter((*operator.results, *operator.operands)))
     dtype = str(kept.dtype).removeprefix("torch.")
     return OperatorWork(operator.name, dtype, products, other, reads, writes, missing)

@@ -297,6 +297,19 @@ def _allows_tf32(*, is_convolution: bool) -> bool:
     return bool(torch.backends.cudnn.allow_tf32 if is_convolution else torch.backends.cuda.matmul.allow_tf32)
 
 
+def masked_flops(func: Any, given: dict[str, Any], flops: int) -> int:
+    """Return how much of an attention's FLOPs goes into keys that its causal mask hides: query q sees keys 0 to q."""
+    query, key = given.get("query"), given.get("key")
+    is_causal = given.get("is_causal") or given.get("custom_mask_type") == 1
+    if not is_causal or query is None or key is None or query.dim() != 4:
+        return 0
+    # _efficient_attention_forward has (batch, position, head, channel); all others (batch, head, position, channel)
+    position = 1 if base_name(func).startswith(("_efficient_attention", "_flash_attention")) else 2
+    queries, keys = query.shape[position], key.shape[position]
+    seen = sum(min(q + 1, keys) for q in range(queries))
+    return flops - flops * seen // (queries * keys)
+
+
 def recomputed_flops(func: Any, given: dict[str, Any], flops: int) -> int:
     """Return how much of a fused attention's backward FLOPs computes the scores again, which its forward did not keep.
 
