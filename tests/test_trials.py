@@ -17,7 +17,7 @@ from profkit.errors import RunError
 from profkit.launch.trials import _combine
 from profkit.reading import open_capture
 from profkit.report.commands.summary import build_summary_document
-from profkit.report.commands.trials import describe_trial, write_code
+from profkit.report.commands.trials import describe_trial, write_change, write_code
 from profkit.report.document import render
 from profkit.report.page.page import render_report
 from profkit.run.edits import (
@@ -29,6 +29,7 @@ from profkit.run.edits import (
     TrialPrediction,
     TrialProcess,
     Trials,
+    parse_edits,
     read_trials,
     write_trials,
 )
@@ -196,6 +197,36 @@ def test_the_page_shows_a_bar_for_each_edit_with_its_interval(tmp_path: Path) ->
     assert 'id="trials"' in page
     assert "9.999 ms, measured -1.000 ms a step (-1.248 … -0.752 ms)" in page or "10.00 ms, measured -1.000 ms" in page
     assert page.count('class="dot-unprofiled"') >= 2
+
+
+@pytest.mark.parametrize(
+    ("line", "edit", "after"),
+    [
+        (
+            "optimizer = AdamW(model.parameters(), lr=1e-3)",
+            "optimizer:fused",
+            "AdamW(model.parameters(), lr=1e-3, fused=True)",
+        ),
+        (
+            "optimizer = AdamW(p(), foreach=False, fused=False)",
+            "optimizer:fused",
+            "AdamW(p(), foreach=False, fused=True)",
+        ),
+        ("optimizer.zero_grad(set_to_none=False)", "zero-grad:none", "optimizer.zero_grad(set_to_none=True)"),
+        ("loader = DataLoader(data)", "workers:4", "DataLoader(data, num_workers=4, persistent_workers=True)"),
+        ("optimizer = AdamW(", "optimizer:fused", None),
+        ("loss = model(x)", "compile", None),
+        ("loader = DataLoader(data)  # now", "pin-memory", None),
+    ],
+)
+def test_the_change_of_a_line_adds_or_replaces_keywords_of_its_call(
+    tmp_path: Path, line: str, edit: str, after: str | None
+) -> None:
+    (tmp_path / "train.py").write_text(f"\n    {line}\n")
+    changed = write_change(f"{tmp_path}/train.py:2 main", parse_edits([edit])[0])
+    assert changed == (
+        None if after is None else (line, line.partition(" = ")[0] + " = " + after if " = " in line else after)
+    )
 
 
 def test_a_copy_to_share_keeps_what_was_measured_but_no_place_and_no_module(tmp_path: Path) -> None:

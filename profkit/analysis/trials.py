@@ -20,6 +20,7 @@ from profkit.text_kinds import LEFT_OUT
 _CHANCE = 0.025
 _NOISY_LOSS = 0.1
 """Where the unchanged program's own losses differ by more, nothing is said of an edit's."""
+_MOST_DIGITS = 7
 _LOSSES = 20
 """The losses of so many steps are compared: later on, differences of rounding have grown."""
 
@@ -46,6 +47,11 @@ class LossChange:
     def departs(self) -> bool:
         """Whether the losses depart by more than the edits' precision, and the program's own spread, explain."""
         return self.allowed is not None and self.is_comparable and self.share > max(self.allowed, 2 * self.spread)
+
+    @property
+    def digits(self) -> int:
+        """How many digits are equal, at most seven."""
+        return _MOST_DIGITS if self.share == 0 else max(0, min(_MOST_DIGITS, math.floor(-math.log10(self.share))))
 
 
 @dataclass(frozen=True)

@@ -211,7 +211,7 @@ def try_(
     options = TrialOptions(processes, step_on, combines=not alone, may_write=anyway)
     status, run, trials = _measure(run, argv, options, variants, directory)
     if any(process.reason is None for process in trials.processes):
-        document = build_trials_document(str(run), trials.plan, summarize_trials(trials))
+        document = build_trials_document(str(run), trials.plan, summarize_trials(trials), with_source=True)
         output.print(document)
     else:
         say("; ".join(dict.fromkeys(process.reason or "" for process in trials.processes)) or "nothing was measured")
@@ -343,7 +343,7 @@ def _write_manifest(run: Path, argv: tuple[str, ...]) -> None:
 
 def _report(runs: Sequence[Path]) -> Document:
     if len(runs) == 1 and (calls := Run(runs[0]).trials):
-        return build_trials_document(str(runs[0]), calls[-1].plan, summarize_trials(calls[-1]))
+        return build_trials_document(str(runs[0]), calls[-1].plan, summarize_trials(calls[-1]), with_source=True)
     trials = [(run.name, trial) for run in runs for trial in latest_trials(Run(run).trials).values()]
     if not trials:
         raise UsageError("these runs hold no trials; `profkit try RUN` makes some")

@@ -48,7 +48,8 @@ class EditSpec:
     ``form`` is how it is written, empty if that is its name alone. ``numbers`` is what it may do to the numbers
     that the program computes. ``choices`` are its arguments, if it takes no others. ``trying_needs`` is what a
     program must have so that `try` can make the edit, None: `try` cannot. ``code`` is what a person writes to make
-    it, ``{}`` standing for the argument.
+    it, ``{}`` standing for the argument, and ``keywords`` what that adds to the call in a line that is known, empty
+    where it is something else.
     """
 
     name: str
@@ -58,6 +59,7 @@ class EditSpec:
     choices: tuple[str, ...] = ()
     trying_needs: str | None = None
     code: str = ""
+    keywords: str = ""
 
     @property
     def can_be_tried(self) -> bool:
@@ -78,6 +80,7 @@ EDITS = (
         choices=("fused", "foreach"),
         trying_needs="an optimizer of torch.optim that takes the keyword",
         code="optimizer = torch.optim.AdamW(…, {}=True)",
+        keywords="{}=True",
     ),
     EditSpec("gradients", "gradients:bf16|offload", numbers=Numbers("gradients are rounded to bf16", _HALF)),
     EditSpec("parameters", "parameters:bf16", numbers=Numbers("all is computed in bf16", _HALF)),
@@ -101,6 +104,7 @@ EDITS = (
         choices=("none",),
         trying_needs="a call of zero_grad that sets gradients to zero",
         code="optimizer.zero_grad(set_to_none=True)",
+        keywords="set_to_none=True",
     ),
     EditSpec("no-wait", "no-wait:FILE:LINE", changes_memory=False),
     EditSpec("no-host", "no-host:FILE:LINE", changes_memory=False),
@@ -150,12 +154,14 @@ EDITS = (
         numbers=Numbers("random numbers of the data are drawn in other processes", None),
         trying_needs="a DataLoader over a dataset with indices",
         code="loader = DataLoader(…, num_workers={}, persistent_workers=True)",
+        keywords="num_workers={}, persistent_workers=True",
     ),
     EditSpec(
         "pin-memory",
         changes_memory=False,
         trying_needs="a DataLoader, and a GPU",
         code="loader = DataLoader(…, pin_memory=True)",
+        keywords="pin_memory=True",
     ),
     EditSpec(
         "no-anomaly",

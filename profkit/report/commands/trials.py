@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import linecache
 from collections.abc import Iterator, Sequence
 from pathlib import PurePath
 
@@ -19,7 +21,7 @@ from profkit.report.units import (
     format_ns,
     format_share,
 )
-from profkit.run.edits import TrialPlan, parse_edits
+from profkit.run.edits import Edit, TrialPlan, parse_edits
 
 _AS_IS = "now"
 _SLOW_FIRST_NS = 1e9
@@ -47,8 +49,11 @@ _EXACT = (
 )
 
 
-def build_trials_document(run: str, plan: TrialPlan, trials: Sequence[Trial]) -> Document:
-    """Return the table of one call of `profkit try`, what proves each edit, and the code of the best."""
+def build_trials_document(run: str, plan: TrialPlan, trials: Sequence[Trial], *, with_source: bool = False) -> Document:
+    """Return the table of one call of `profkit try`, what proves each edit, and the code of the best.
+
+    ``with_source``: lines of the program's source that it changes are read and shown.
+    """
     rows = [_row(trial, name) for trial, name in zip(trials, _name_rows(trials), strict=True)]
     best = find_best(trials)
     # Where there is no GPU, or no loss was seen, the table has no such column.
@@ -57,7 +62,7 @@ def build_trials_document(run: str, plan: TrialPlan, trials: Sequence[Trial]) ->
         Table([column for column in _COLUMNS if column.key not in empty], rows),
         Lines(_notes(plan, trials)),
         Lines(_evidence(trials), title="Edits"),
-        Lines(_to_make(best, trials[0])),
+        Lines(_to_make(best, trials[0], with_source=with_source)),
     ]
     data = {
         "run": run,
@@ -104,7 +109,7 @@ def _describe_loss(loss: LossChange) -> str:
         return f"DEPARTS by {format_share(loss.share)}"
     if not loss.share:
         return "equal"
-    return f"± {format_share(loss.share)}"
+    return f"equal to {format_count(loss.digits, 'digit')}" if loss.digits > 1 else f"± {format_share(loss.share)}"
 
 
 def name_trial(trial: Trial) -> str:
@@ -172,11 +177,18 @@ def _prediction(trial: Trial) -> str:
 
 
 def _short_place(place: str) -> str:
-    """Return ``train.py:7`` of ``/a/train.py:7 main``."""
-    return PurePath(place.rpartition(" ")[0] or place).name
+    file, number = _split_place(place)
+    return f"{PurePath(file).name}:{number}"
 
 
-def _to_make(best: Trial | None, as_is: Trial) -> Iterator[str]:
+def _split_place(place: str) -> tuple[str, int]:
+    """Return the file and the line of ``/a/train.py:7 main``; line 0, which no file has, where it says none."""
+    file, _, line = place.rpartition(":")
+    number = line.partition(" ")[0]
+    return (file, int(number)) if number.isdecimal() else (place, 0)
+
+
+def _to_make(best: Trial | None, as_is: Trial, *, with_source: bool) -> Iterator[str]:
     if best is None or as_is.step_ns is None or best.change_ns is None:
         yield "No edit makes the step shorter for certain; more --processes make the intervals narrower."
         return
@@ -184,7 +196,43 @@ def _to_make(best: Trial | None, as_is: Trial) -> Iterator[str]:
     yield f"Best: {name_trial(best)}, {SIGNED_NS.show(round(best.change_ns))} a step ({share}). To make it:"
     for edit in known_edits(best.edits):
         place = next((each.place for each in best.evidence if each.edit == edit.text), None)
-        yield f"    {write_code(edit.text)}{'' if place is None else f'    # now {_short_place(place)}'}"
+        yield from (f"    {line}" for line in _describe_change(edit, place, with_source=with_source))
+
+
+def _describe_change(edit: Edit, place: str | None, *, with_source: bool) -> Iterator[str]:
+    changed = write_change(place, edit) if place is not None and with_source else None
+    if place is None:
+        yield write_code(edit.text)
+    elif changed is None:
+        yield f"{write_code(edit.text)}    # now {_short_place(place)}"
+    else:
+        before, after = changed
+        yield f"{_short_place(place)}:"
+        yield f"- {before}"
+        yield f"+ {after}"
+
+
+def write_change(place: str, edit: Edit) -> tuple[str, str] | None:
+    """Return the line at a place and what it would be with an edit; None where the edit is no keyword of its one call.
+
+    The file is read as it is now.
+    """
+    file, number = _split_place(place)
+    line = linecache.getline(file, number).strip()
+    keywords = edit.spec.keywords.replace("{}", edit.argument)
+    try:
+        (statement,) = ast.parse(line).body
+    except (SyntaxError, ValueError):
+        return None
+    call = getattr(statement, "value", None)
+    if not keywords or not isinstance(call, ast.Call) or not line.endswith(")"):
+        return None
+    names = {keyword.partition("=")[0] for keyword in keywords.split(", ")}
+    given = [*call.args, *(keyword for keyword in call.keywords if keyword.arg not in names)]
+    kept = [ast.get_source_segment(line, node) for node in given]
+    start = ast.get_source_segment(line, call.func) or ""
+    head = line[: line.index(start)] + start
+    return line, f"{head}({', '.join([*filter(None, kept), keywords])})"
 
 
 def write_code(text: str) -> str:
