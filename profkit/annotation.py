@@ -16,7 +16,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def annotate(name: str | Callable[..., str], *, flops: int | None = None) -> Range:
+def annotate(name: str | Callable[..., str], *, flops: int | Callable[..., int] | None = None) -> Range:
     """Return a named range to put around a block or a function: ``with annotate("x"):`` or ``@annotate("x")``.
 
     It goes to NVTX (the default domain) and, while torch.profiler records on this thread or `record_in_torch` is on,
@@ -28,7 +28,7 @@ def annotate(name: str | Callable[..., str], *, flops: int | None = None) -> Ran
     Args:
         name: what the range is called; for a decorator it may be a function of the decorated call's arguments.
         flops: the floating-point operations of the work inside; they become the NVTX payload (Kineto's ranges have
-            none).
+            none). For a decorator it may be a function of the decorated call's arguments.
     """
     if _is_compiling():
         # Dynamo of torch 2.4 accepts no other context manager that is made while it traces.
@@ -72,10 +72,10 @@ class Range:
 
     __slots__ = ("_flops", "_marker", "_name", "attributes", "domain", "pop", "push")
 
-    def __init__(self, name: str | Callable[..., str], flops: int | None) -> None:
+    def __init__(self, name: str | Callable[..., str], flops: int | Callable[..., int] | None) -> None:
         self._name = name
         self._flops = flops
-        self._marker: Any = None if callable(name) else own_kind(nvtx.annotate)(name, payload=flops)
+        self._marker: Any = None if callable(flops) or callable(name) else own_kind(nvtx.annotate)(name, payload=flops)
         marker: Any = self._marker
         # NVTX's own functions: by the methods of an nvtx.annotate a range takes twice as long.
         try:
@@ -109,7 +109,7 @@ class Range:
 
     def __enter__(self) -> Range:
         if self._marker is None:
-            raise TypeError("a name given as a function needs a decorated call; give `with` a text")
+            raise TypeError("a name or flops given as a function needs a decorated call; give `with` a value")
         _open_in_torch.records.append(self.open(_observers))
         return self
 
@@ -155,7 +155,8 @@ class Range:
     def _of_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Range:
         if self._marker is not None:
             return self
-        return Range(self._name(*args, **kwargs) if callable(self._name) else self._name, self._flops)
+        name = self._name(*args, **kwargs) if callable(self._name) else self._name
+        return Range(name, self._flops(*args, **kwargs) if callable(self._flops) else self._flops)
 
 
 def _enter(marker: Any, _marker: Any) -> None:

@@ -25,6 +25,7 @@ from profkit.snapshot import reader, unpickler
 from tests.browser import start_browser
 from tests.captures import CAPTURES
 from tests.nsys_builder import NsysBuilder
+from tests.observed_ranges import NvtxEvent
 
 if TYPE_CHECKING:
     from profkit.analysis.causes.advice import AdviceResult
@@ -236,9 +237,9 @@ def read_here(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def nvtx_events(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+def nvtx_events(monkeypatch: pytest.MonkeyPatch) -> list[NvtxEvent]:
     """NVTX replaced by a list of what was pushed and popped."""
-    events: list[Any] = []
+    events: list[NvtxEvent] = []
 
     class Marker:
         def __init__(self, message: str, payload: int | None = None) -> None:

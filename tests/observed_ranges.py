@@ -4,8 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from profkit.annotation import RangeObserver, ignore_ranges, observe_ranges
+
+NvtxEvent = tuple[Any, ...]
+"""``("push", name, payload)`` or ``("pop", name)``, as the fixture ``nvtx_events`` has them."""
+
+
+def payloads_by_path(events: list[NvtxEvent]) -> dict[str, int | None]:
+    """Return the payload of each range by the names of the ranges around it and its own."""
+    stack: list[str] = []
+    found: dict[str, int | None] = {}
+    for kind, name, *payload in events:
+        if kind == "pop":
+            stack.pop()
+        else:
+            stack.append(name)
+            found["/".join(stack)] = payload[0]
+    return found
 
 
 class ObservedRanges(RangeObserver):

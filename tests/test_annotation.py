@@ -28,8 +28,17 @@ def test_a_decorated_function_keeps_its_name_result_and_arguments(nvtx_events: l
     assert nvtx_events == [("push", "work", None), ("pop", "work")]
 
 
-def test_a_name_as_a_function_is_refused_around_a_block(nvtx_events: list[Any]) -> None:
-    with pytest.raises(TypeError, match="give `with` a text"), annotate(lambda: "work"):
+def test_flops_of_a_decorated_call_come_from_its_arguments(nvtx_events: list[Any]) -> None:
+    @annotate("work", flops=lambda rows, columns: 2 * rows * columns)
+    def work(rows: int, columns: int) -> None: ...
+
+    work(3, 5)
+    work(rows=7, columns=1)
+    assert [event[2] for event in nvtx_events if event[0] == "push"] == [30, 14]
+
+
+def test_flops_as_a_function_are_refused_around_a_block(nvtx_events: list[Any]) -> None:
+    with pytest.raises(TypeError, match="give `with` a value"), annotate("work", flops=lambda: 1):
         pass
     assert nvtx_events == []
 
@@ -117,11 +126,11 @@ def test_dynamo_captures_one_full_graph(decorated: bool) -> None:
             if decorated:
                 return self.part(x)
             for number in range(2):
-                with annotate(layer_range(number)):
+                with annotate(layer_range(number), flops=3 * x.shape[0]):
                     x = x * 2
             return x
 
-        @annotate("part")
+        @annotate("part", flops=lambda _self, x: x.shape[0])
         def part(self, x: Any) -> Any:
             return x * 4
 

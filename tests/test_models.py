@@ -10,12 +10,15 @@ from typing import Any
 
 import pytest
 
+from profkit import annotation
 from profkit.errors import UsageError
 from profkit.models import (
     PRESETS,
     Passes,
     Preset,
     TrainingOptions,
+    backward_flops,
+    forward_flops,
     parse_options,
 )
 
@@ -31,8 +34,7 @@ from profkit.models.transformer import (
     TransformerLM,
     masked_softmax,
 )
-from tests.model_flops import backward_flops, forward_flops
-from tests.observed_ranges import ObservedRanges, observed_ranges
+from tests.observed_ranges import NvtxEvent, ObservedRanges, observed_ranges, payloads_by_path
 
 TINY = PRESETS["tiny"]
 
@@ -72,6 +74,23 @@ def test_flops_equal_torchs_counter(name: str) -> None:
         loss.backward()
     assert forward_flops(preset, 3, 64) == forward.get_total_flops()
     assert backward_flops(preset, 3, 64) == backward.get_total_flops()
+
+
+def test_payloads_of_ranges_are_the_flops_of_their_products(nvtx_events: list[NvtxEvent]) -> None:
+    """By hand, of 2 × 16 tokens: four projections, two products with the scores, three of the inner width."""
+    model = TransformerLM(TINY, 16)
+    with annotation.annotate("forward"):
+        model(torch.zeros(2, 16, dtype=torch.long))
+    seen = payloads_by_path(nvtx_events)
+    del seen["forward"], seen["forward/embedding"]  # the look-up has no product
+    tokens, width = 2 * 16, TINY.d_model
+    scores, projections, wide = 2 * tokens * 16 * width, 8 * tokens * width**2, 6 * tokens * width * TINY.d_ff
+    attention = "/attention/scaled dot product attention"
+    inside = {"": projections + 2 * scores + wide, "/attention": projections + 2 * scores, "/ffn": wide}
+    inside |= {attention: 2 * scores}
+    inside |= {f"{attention}/{part}": scores for part in ("computing attention scores", "final matmul")}
+    expected = {f"forward/layer {number}{path}": flops for number in range(2) for path, flops in inside.items()}
+    assert seen == {**expected, "forward/head": 2 * tokens * width * TINY.vocab_size}
 
 
 def test_softmax_survives_large_scores_and_has_torchs_gradient() -> None:
@@ -198,6 +217,14 @@ def test_several_contexts_stand_around_their_steps_and_the_counted_step_comes_la
     contexts = [path for context in (8, 16) for path in (f"context {context}", *_step(f"context {context}/step 0"))]
     counted = [path for context in (8, 16) for path in _step(f"counted step/context {context}")]
     assert _paths(observed) == [*contexts, "counted step", *counted]
+
+
+def test_phases_carry_the_flops_of_their_matrix_products(nvtx_events: list[NvtxEvent]) -> None:
+    _training().step()
+    payloads = payloads_by_path(nvtx_events)
+    assert payloads["forward"] == forward_flops(PRESETS["tiny"], 2, 16)
+    assert payloads["backward"] == backward_flops(PRESETS["tiny"], 2, 16)
+    assert payloads["loss"] is payloads["optimizer"] is None
 
 
 def test_training_lowers_the_loss_and_a_seed_repeats_it() -> None:

@@ -16,13 +16,12 @@ from typing import Any
 import pytest
 
 from profkit import read_trace
-from profkit.models import PRESETS
+from profkit.models import PRESETS, forward_flops
 from profkit.run.work import read_work
 from tests.doubts import without_doubts
 from tests.forked_scripts import Forks
 from tests.in_process import manifest_of, names_in, range_names, run_command, run_profkit
 from tests.launched import NEEDS_PROC, started, wait_until
-from tests.model_flops import forward_flops
 
 pytest.importorskip("torch")
 

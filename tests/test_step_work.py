@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 
 from profkit.annotation import annotate
-from profkit.models import PRESETS, TrainingOptions
+from profkit.models import PRESETS, TrainingOptions, backward_flops, forward_flops
 from profkit.names import context_range
 from profkit.run.work import RunWork
 from tests.golden import check_text
-from tests.model_flops import backward_flops, forward_flops
 
 torch = pytest.importorskip("torch")
 

@@ -35,11 +35,14 @@ from profkit.capture.work import (  # noqa: E402
     operators,
 )
 from profkit.capture.work.counter import WorkCounter  # noqa: E402
-from profkit.models import PRESETS  # noqa: E402
+from profkit.models import (  # noqa: E402
+    PRESETS,
+    backward_flops,
+    forward_flops,
+)
 from profkit.models.transformer import TransformerLM  # noqa: E402
 from profkit.run.recording import Order  # noqa: E402
 from profkit.run.work import read_work  # noqa: E402
-from tests.model_flops import backward_flops, forward_flops  # noqa: E402
 
 
 @pytest.fixture(autouse=True)

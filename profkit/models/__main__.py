@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from profkit.annotation import annotate
 from profkit.errors import ProfkitError, RunError, UsageError
-from profkit.models import TrainingOptions, parse_options
+from profkit.models import TrainingOptions, backward_flops, forward_flops, parse_options
 from profkit.models.transformer import TransformerLM
 from profkit.names import BACKWARD, COUNTED, FORWARD, LOSS, OPTIMIZER, WARMUP, context_range, step_range
 
@@ -72,6 +72,8 @@ class Training:
         if options.compile_mode != "none":
             # With several contexts torch would otherwise compile the second one for any length.
             self.model = torch.compile(self.replicated, mode=options.compile_mode, dynamic=False)
+        sizes = (options.preset, options.batch, context)
+        self.forward_flops, self.backward_flops = forward_flops(*sizes), backward_flops(*sizes)
 
     def step(self, *, compiled: bool = True) -> float | None:
         """Make one step and return its loss, None without a loss; reading the loss waits for the device."""
@@ -79,14 +81,14 @@ class Training:
         if compiled and self.options.compile_mode == "reduce-overhead":
             torch.compiler.cudagraph_mark_step_begin()
         if self.options.passes == "forward":
-            with torch.no_grad(), annotate(FORWARD), self._autocast():
+            with torch.no_grad(), annotate(FORWARD, flops=self.forward_flops), self._autocast():
                 model(self.inputs)
             return None
-        with annotate(FORWARD), self._autocast():
+        with annotate(FORWARD, flops=self.forward_flops), self._autocast():
             logits = model(self.inputs)
         with annotate(LOSS), self._autocast():
             loss: Tensor = cross_entropy(logits.flatten(0, 1), self.targets.flatten())
-        with annotate(BACKWARD):
+        with annotate(BACKWARD, flops=self.backward_flops):
             loss.backward()
         if self.optimizer is None:
             self.module.zero_grad(set_to_none=True)

@@ -1,7 +1,8 @@
 """The annotated model: a pre-norm transformer language model, to be read from top to bottom.
 
 Dimensions in shapes and in einsum's letters: b batch, p position, q and k the positions of query and key, h head,
-c channel of a head; m is d_model, h·c. No matrix has a bias. `annotate` names what a profiler will see.
+c channel of a head; m is d_model, h·c. No matrix has a bias. `annotate` names what a profiler will see; its ``flops``
+are worked out in `profkit.models`.
 """
 
 from __future__ import annotations
@@ -13,7 +14,16 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from profkit.annotation import annotate
-from profkit.models import Preset
+from profkit.models import (
+    Preset,
+    attention_flops,
+    ffn_flops,
+    head_flops,
+    layer_flops,
+    scaled_dot_product_flops,
+    scores_flops,
+    value_product_flops,
+)
 from profkit.names import (
     ATTENTION,
     EMBEDDING,
@@ -35,6 +45,7 @@ class TransformerLM(nn.Module):
 
     def __init__(self, preset: Preset, context: int, checkpoint_layers: int = 0) -> None:
         super().__init__()
+        self.preset = preset
         self.checkpoint_layers = checkpoint_layers
         self.embedding = nn.Embedding(preset.vocab_size, preset.d_model)
         rotate = RotaryEmbedding(preset.head_dim, context)
@@ -58,7 +69,7 @@ class TransformerLM(nn.Module):
                 hidden = self._run(group, hidden, mask)
         return self._logits(hidden)
 
-    @annotate(HEAD)
+    @annotate(HEAD, flops=lambda model, hidden: head_flops(hidden, model.preset))
     def _logits(self, hidden: Tensor) -> Tensor:
         return self.head(self.norm(hidden))
 
@@ -73,13 +84,17 @@ class Layer(nn.Module):
 
     def __init__(self, preset: Preset, number: int, rotate: RotaryEmbedding) -> None:
         super().__init__()
+        self.preset = preset
         self.number = number
         self.attention_norm = RMSNorm(preset.d_model)
         self.attention = Attention(preset.d_model, preset.num_heads, rotate)
         self.ffn_norm = RMSNorm(preset.d_model)
         self.ffn = SwiGLU(preset.d_model, preset.d_ff)
 
-    @annotate(lambda layer, *_: layer_range(layer.number))
+    @annotate(
+        lambda layer, *_: layer_range(layer.number),
+        flops=lambda layer, hidden, _mask: layer_flops(hidden, layer.preset),
+    )
     def forward(self, hidden: Tensor, mask: Tensor) -> Tensor:
         hidden = hidden + self.attention(self.attention_norm(hidden), mask)
         return hidden + self.ffn(self.ffn_norm(hidden))
@@ -108,7 +123,7 @@ class Attention(nn.Module):
         self.query, self.key, self.value, self.output = (nn.Linear(d_model, d_model, bias=False) for _ in range(4))
         self.rotate = rotate
 
-    @annotate(ATTENTION)
+    @annotate(ATTENTION, flops=lambda _self, hidden, _mask: attention_flops(hidden))
     def forward(self, hidden: Tensor, mask: Tensor) -> Tensor:
         query, key, value = (
             project(hidden).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)  # (b, h, p, c)
@@ -118,7 +133,7 @@ class Attention(nn.Module):
         return self.output(mixed.transpose(1, 2).flatten(-2))
 
 
-@annotate(SCALED_DOT_PRODUCT)
+@annotate(SCALED_DOT_PRODUCT, flops=scaled_dot_product_flops)
 def scaled_dot_product_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
     """Return ``softmax(query keyᵀ / √c) value`` over the keys that ``mask`` ``(q, k)`` admits; ``(b, h, q, c)``."""
     scores = attention_scores(query, key)
@@ -126,7 +141,7 @@ def scaled_dot_product_attention(query: Tensor, key: Tensor, value: Tensor, mask
     return value_product(weights, value)
 
 
-@annotate(SCORES)
+@annotate(SCORES, flops=scores_flops)
 def attention_scores(query: Tensor, key: Tensor) -> Tensor:
     return torch.einsum("bhqc,bhkc->bhqk", query, key) / math.sqrt(query.shape[-1])
 
@@ -139,7 +154,7 @@ def masked_softmax(scores: Tensor, mask: Tensor) -> Tensor:
     return powers / powers.sum(dim=-1, keepdim=True)
 
 
-@annotate(VALUE_PRODUCT)
+@annotate(VALUE_PRODUCT, flops=value_product_flops)
 def value_product(weights: Tensor, value: Tensor) -> Tensor:
     return torch.einsum("bhqk,bhkc->bhqc", weights, value)
 
@@ -170,7 +185,7 @@ class SwiGLU(nn.Module):
         self.w2 = nn.Linear(d_ff, d_model, bias=False)
         self.w3 = nn.Linear(d_model, d_ff, bias=False)
 
-    @annotate(FFN)
+    @annotate(FFN, flops=lambda self, hidden: ffn_flops(hidden, self.w1.out_features))
     def forward(self, hidden: Tensor) -> Tensor:
         gate = self.w1(hidden)
         return self.w2(gate * torch.sigmoid(gate) * self.w3(hidden))
