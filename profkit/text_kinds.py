@@ -51,6 +51,7 @@ PRODUCT = Kind(
 )
 THREAD = Kind("thread", r"pt_\w{1,12}|python[\d.]{0,5}|cuda[\da-f]{6,12}")
 STATE = Kind("state", r"complete|cut short|not reached")
+REASON = Kind("reason of a clock", r"[a-z_]{1,30}( [a-z_]{1,30}){0,3}")
 BACKEND = Kind("backend", r"[\w:,+]{0,60}")
 UNCOUNTED = Kind("why no step was counted", r"[A-Za-z ,'-]{1,100}")
 EDIT = Kind("edit", r"(?!checkpoint|no-|drop|kernels)[a-z\d-]{1,20}(:[×a-z\d-]{1,30})?")
@@ -75,6 +76,7 @@ SourceLine = Annotated[str, LINE]
 SourceFile = Annotated[str, SOURCE_FILE]
 FunctionName = Annotated[str, FUNCTION]
 State = Annotated[str, STATE]
+Reason = Annotated[str, REASON]
 Backend = Annotated[str, BACKEND]
 EditName = Annotated[str, EDIT]
 Uncounted = Annotated[str, UNCOUNTED]

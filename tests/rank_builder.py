@@ -201,7 +201,7 @@ def light_records(lines: Sequence[Timeline]) -> list[LightRecord]:
             )
             call = Collectives(
                 *([0], [number], ["all_reduce"], ["float32"], [BYTES]),
-                *([called - start], [begin - start], [stop - start], [None]),
+                *([called - start], [begin - start], [stop - start], [None], [None]),
             )
             steps.append(StepRecord(name, start, end, phases, on_gpu, sm_mhz=1980, collectives=call))
         groups = (Group(0, "0", tuple(range(len(lines))), "dp", "nccl"),)

@@ -280,7 +280,7 @@ def test_a_rank_that_is_late_once_is_not_named_nor_one_that_is_late_for_no_reaso
 
 def test_a_lower_clock_is_named_where_kernels_are_slower() -> None:
     records = light_records(simulate(3, delays=[Delay(0, "kernels", 8 * MS)]))
-    slow = in_each_step(records[0], sm_mhz=1200)
+    slow = in_each_step(records[0], sm_mhz=1200, throttle=("power cap",))
     result = compare_records([slow, *records[1:]])
     assert (late_rank(result).rank, late_rank(result).cause) == (0, "clock")
 

@@ -80,7 +80,7 @@ def _light(
     for name, start, end in lines[rank].ranges:
         # Both ways at once are one kernel but two entries, so that the trace and the record do not fit.
         calls = [(group, *rest) for group, *rest in ((0, 1, "send"), (0, 2, "recv"))]
-        columns = Collectives(*map(list, zip(*calls, strict=True)), *([None, None] for _ in range(6)))
+        columns = Collectives(*map(list, zip(*calls, strict=True)), *([None, None] for _ in range(7)))
         steps.append(StepRecord(name, start, end, peak_bytes=(rank + 1) << 30, collectives=columns))
     groups = (Group(0, "7", ranks, dimension, "nccl"),)
     return LightRecord(rank, len(lines), groups=groups, steps=tuple(steps))
@@ -184,7 +184,7 @@ def _sending(rank: int, ranks: int, sends_ns: int, node: int = 0) -> LightRecord
     count = len(calls)
     columns = Collectives(
         *([0] * count, [], [kind for kind, _ in calls], ["float32"] * count, [BYTES] * count),
-        *(list(range(count)), [0] * count, [time_ns for _, time_ns in calls], [None] * count),
+        *(list(range(count)), [0] * count, [time_ns for _, time_ns in calls], [0] * count, [None] * count),
     )
     numbered = [replace(columns, sequence=list(range(at * count, (at + 1) * count))) for at in range(3)]
     steps = tuple(

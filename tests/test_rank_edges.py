@@ -244,7 +244,7 @@ def test_the_light_record_says_which_sends_are_an_all_to_all(tmp_path: Path) -> 
             builder.kernel(
                 start + 6, 400, name="ncclDevKernel_SendRecv", pid=pid, tid=pid, device=rank, start=start + 10
             )
-            calls = Collectives([0], [step], ["all_to_all"], ["float32"], [4096], *([None] for _ in range(4)))
+            calls = Collectives([0], [step], ["all_to_all"], ["float32"], [4096], *([None] for _ in range(5)))
             steps.append(StepRecord(f"step {step}", start, start + 990, collectives=calls))
         records.append(LightRecord(rank, 2, groups=(Group(0, "7", (0, 1), "ep", "nccl"),), steps=tuple(steps)))
     run = write_light_run(tmp_path / "run", records)

@@ -94,7 +94,9 @@ class StepColumns:
     end_ns: Ints
     launch_wait_ns: Ints
     peak_bytes: Ints
+    reserved_bytes: Ints
     sm_mhz: Ints
+    throttle: tuple[tuple[str, ...], ...]
     phases: Phases
     gpu_phases: Phases
     outside_cuda: Phases = NO_PHASES
@@ -121,8 +123,7 @@ class StepColumns:
 class CallColumns:
     """Collectives of one rank; ``what`` is the position of kind and dtype in ``names``, ``step`` that of the step.
 
-    What nobody knows is `UNKNOWN`. ``exposed_ns`` is how long nothing else ran at the end of a backward pass; only a
-    trace says ``hidden_ns``, how long kernels ran beside a collective.
+    What nobody knows is `UNKNOWN`. ``exposed_ns`` is how long nothing else ran at the end of a backward pass.
     """
 
     names: tuple[tuple[str, str | None], ...]
@@ -250,8 +251,11 @@ def _build(record: LightRecord, lines: Sequence[Columns], shared: Mapping[int, C
     """Return the steps as columns of numbers; all values of a column are checked at once, as there may be thousands."""
     names = list(chain.from_iterable(line["name"] for line in lines))
     sizes = [len(line["name"]) for line in lines]
-    if not set(map(type, names)) <= {str, NoneType}:
-        raise WrongRecord("name is no text")
+    throttle = [*chain.from_iterable(line.get("throttle", [()] * len(line["name"])) for line in lines)]
+    if not set(map(type, names)) <= {str, NoneType} or len(throttle) != len(names):
+        raise WrongRecord("name or throttle is no text")
+    _require_texts("throttle", chain.from_iterable(throttle))
+    known = {reasons: reasons for reasons in map(tuple, throttle)}
     columns: dict[str, Any] = {
         name: _numbers(name, lines, sizes, None if name in _MOMENTS else UNKNOWN) for name in OF_STEPS
     }
@@ -260,6 +264,7 @@ def _build(record: LightRecord, lines: Sequence[Columns], shared: Mapping[int, C
     columns |= {"start_ns": begin_ns, "end_ns": columns["end_ns"] + record.clock_base_ns}
     steps = StepColumns(
         names=tuple([None if name is None else intern(name) for name in names]),
+        throttle=tuple([known[tuple(reasons)] for reasons in throttle]),
         phases=_build_phases([line.get("phases", {}) for line in lines], sizes, begin_ns),
         gpu_phases=_build_phases([line.get("gpu_phases", {}) for line in lines], sizes, begin_ns),
         **columns,
@@ -342,10 +347,10 @@ def _build_calls(
         for name in OF_CALLS
     }
     _refuse_reversed("a collective", own["start_ns"], own["end_ns"])
-    _refuse_reversed("collectives.exposed_ns", np.zeros_like(own["exposed_ns"]), own["exposed_ns"])
+    for name in ("hidden_ns", "exposed_ns"):
+        _refuse_reversed(f"collectives.{name}", np.zeros_like(own[name]), own[name])
     step = np.repeat(np.arange(len(numbers)), counts)
     own |= {name: later(own[name], begin_ns[step]) for name in _MOMENTS}
-    own["hidden_ns"] = np.full(len(step), UNKNOWN)
     return CallColumns(tuple(names), step, group, what, byte_count, **own)
 
 
@@ -368,7 +373,7 @@ def _number_calls(calls: Mapping[str, Any], names: dict[tuple[str, str | None], 
 def _unpack(columns: LightColumns) -> Iterator[StepRecord]:
     steps, calls, base_ns = columns.steps, columns.calls, columns.record.clock_base_ns
     fields: dict[str, Sequence[Any]] = {name: _known(getattr(steps, name)) for name in OF_STEPS}
-    fields["name"] = steps.names
+    fields |= {"name": steps.names, "throttle": steps.throttle}
     fields |= {name: _known(getattr(steps, name) - base_ns) for name in ("start_ns", "end_ns")}
     for name in ("phases", "gpu_phases"):
         table: Phases = getattr(steps, name)

@@ -9,7 +9,8 @@ that was cut off is left out::
     {"kind": "calls", "number": 0, "collectives": {"group": [0, 0], "kind": ["all_reduce", "all_reduce"],
      "dtype": ["float32", "float32"], "bytes": [28320000, 1048576]}}
     {"kind": "steps", "name": ["step 3", "step 4"], "start_ns": "81200300,141200300", "end_ns": "141200300,201200300",
-     "launch_wait_ns": "402000,0", "peak_bytes": "3073660928,3073660928", "sm_mhz": "1980,1980",
+     "launch_wait_ns": "402000,0", "peak_bytes": "3073660928,3073660928", "reserved_bytes": "3246391296,3246391296",
+     "sm_mhz": "1980,1980", "throttle": [["power cap"], []],
      "phases": {"count": "2,2", "name": ["data", "forward", "data", "forward"], "start_ns": "0,230100,0,230500",
         "end_ns": "210400,14020000,211000,14030000"},
      "gpu_phases": {"count": "1,1", "name": ["forward", "forward"], "start_ns": "260000,260100",
@@ -49,7 +50,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
-from profkit.text_kinds import Backend, GroupName, RangeName, Word
+from profkit.text_kinds import Backend, GroupName, RangeName, Reason, Word
 
 VERSION = 3
 
@@ -87,6 +88,7 @@ class Collectives:
     called_ns: list[int | None] = field(default_factory=list)
     start_ns: list[int | None] = field(default_factory=list)
     end_ns: list[int | None] = field(default_factory=list)
+    hidden_ns: list[int | None] = field(default_factory=list)
     exposed_ns: list[int | None] = field(default_factory=list)
 
     def __len__(self) -> int:
@@ -104,7 +106,10 @@ class StepRecord:
     gpu_phases: tuple[tuple[RangeName, int, int], ...] = ()
     launch_wait_ns: int | None = None
     peak_bytes: int | None = None
+    reserved_bytes: int | None = None
     sm_mhz: int | None = None
+    throttle: tuple[Reason, ...] = ()
+    """Why the GPU held its clock down."""
     collectives: Collectives = field(default_factory=Collectives)
 
 
@@ -133,10 +138,10 @@ def group_line(group: Group) -> str:
 COMMON = ("group", "kind", "dtype", "bytes")
 """The columns of collectives that are often alike in many steps."""
 
-OF_CALLS = ("sequence", "called_ns", "start_ns", "end_ns", "exposed_ns")
+OF_CALLS = ("sequence", "called_ns", "start_ns", "end_ns", "hidden_ns", "exposed_ns")
 """Those that are not."""
 
-OF_STEPS = ("start_ns", "end_ns", "launch_wait_ns", "peak_bytes", "sm_mhz")
+OF_STEPS = ("start_ns", "end_ns", "launch_wait_ns", "peak_bytes", "reserved_bytes", "sm_mhz")
 
 NO_CALLS = -1
 """Stands for the calls of a step without collectives."""
@@ -183,6 +188,8 @@ class StepLines:
 def _pack(steps: Sequence[StepRecord], calls: list[int]) -> Columns:
     """Return steps as a line holds them: numbers as one text; what is unknown or empty is left out."""
     line: Columns = {"name": [step.name for step in steps]}
+    if any(step.throttle for step in steps):
+        line["throttle"] = [step.throttle for step in steps]
     numbers = [(line, name, [getattr(step, name) for step in steps]) for name in OF_STEPS]
     for table in ("phases", "gpu_phases"):
         rows = [getattr(step, table) for step in steps]

@@ -80,6 +80,7 @@ def _record(rank: int, ranks: int, steps: int, collectives: int, *, is_timed: bo
             (start - 100_000).tolist(),
             start.tolist() if is_timed else [None] * collectives,
             end.tolist() if is_timed else [None] * collectives,
+            [None] * collectives,
             [None] * collectives if is_timed else [None] * (collectives - 1) + [2_000_000 + _LATE_NS - late],
         )  # fmt: skip
         found.append(
@@ -96,6 +97,7 @@ def _record(rank: int, ranks: int, steps: int, collectives: int, *, is_timed: bo
                 (("forward", 400_000, gpu), ("backward", gpu, 52 * MS), ("optimizer", 52 * MS, 55 * MS)),
                 launch_wait_ns=0,
                 peak_bytes=11_979_044_352 + rank,
+                reserved_bytes=15_730_737_152,
                 sm_mhz=1980,
                 collectives=calls,
             )

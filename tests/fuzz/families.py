@@ -92,7 +92,7 @@ def insert_opcodes(random: Random, content: bytes) -> bytes:
 def _light_record(rank: int, source: Source) -> LightRecord:
     calls = Collectives(
         group=[0, 0], sequence=[1, 2], kind=["all_reduce", "broadcast"], dtype=["float32", None], bytes=[4096, None],
-        called_ns=[100, 300], start_ns=[200, 350], end_ns=[280, None], exposed_ns=[None, 5],
+        called_ns=[100, 300], start_ns=[200, 350], end_ns=[280, None], hidden_ns=[10, None], exposed_ns=[None, 5],
     )  # fmt: skip
     steps = tuple(
         StepRecord(

@@ -35,9 +35,9 @@ class RankSummary:
 
     ``parts`` are its own time by cause; with ``exposed_ns``, the communication that nothing hid, they sum up to
     ``step_ns``. ``waiting_ns`` is the time in collectives before the last rank arrived, hidden or not; None of a rank
-    whose record ends too early to be compared. ``sm_mhz`` is None where nobody recorded it. ``parts`` of a rank that
-    only left a light record are medians of what it did before the first long wait of a step, and do not sum up to the
-    step.
+    whose record ends too early to be compared. ``sm_mhz`` and ``throttle`` are None and () where nobody recorded them.
+    ``parts`` of a rank that only left a light record are medians of what it did before the first long wait of a step,
+    and do not sum up to the step.
     """
 
     rank: int
@@ -51,6 +51,7 @@ class RankSummary:
     waiting_ns: int | None
     peak_bytes: int | None
     sm_mhz: int | None
+    throttle: tuple[str, ...]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -262,6 +263,7 @@ def _summarize(rank: ReducedRank, account: Account, waiting_ns: int | None, step
     exposed = round(float(account.exposed_ns.sum()) / count) if count and account.is_exact else None
     times = (steps.end_ns - steps.start_ns)[steps.named]
     median_step = int(np.median(times)) if len(times) else 0
+    throttle = dict.fromkeys(reason for at in steps.named.tolist() for reason in steps.throttle[at])
     peak = int(steps.peak_bytes.max(initial=UNKNOWN))
     return RankSummary(
         rank=record.rank,
@@ -275,4 +277,5 @@ def _summarize(rank: ReducedRank, account: Account, waiting_ns: int | None, step
         waiting_ns=None if waiting_ns is None else round(waiting_ns / max(step_count, 1)),
         peak_bytes=None if peak == UNKNOWN else peak,
         sm_mhz=None if account.sm_mhz is None else round(account.sm_mhz),
+        throttle=tuple(throttle),
     )

@@ -124,7 +124,9 @@ def _tabulate_steps(attribution: Attribution, own: OwnTime, host: OwnTime) -> St
         end_ns=end_ns,
         launch_wait_ns=Stretches(own.start_ns[launches], own.end_ns[launches]).within(start_ns, end_ns),
         peak_bytes=unknown,
+        reserved_bytes=unknown,
         sm_mhz=unknown,
+        throttle=((),) * len(names),
         phases=_find_phases(trace, start_ns, end_ns),
         gpu_phases=NO_PHASES,
     )
@@ -325,6 +327,7 @@ def _complete(mine: LightColumns, light: LightColumns) -> LightColumns:
         mine.steps,
         peak_bytes=np.where(theirs >= 0, light.steps.peak_bytes[theirs], UNKNOWN),
         sm_mhz=np.where(theirs >= 0, light.steps.sm_mhz[theirs], UNKNOWN),
+        throttle=tuple(light.steps.throttle[number] if number >= 0 else () for number in theirs.tolist()),
     )
     calls = mine.calls
     known = theirs[calls.step] >= 0

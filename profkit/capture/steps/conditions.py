@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
-from profkit.run.manifest import Compiled, Conditions, UsedOptimizer
+from profkit.run.manifest import THROTTLE_REASONS, Compiled, Conditions, UsedOptimizer
 
 _PLAIN = (bool, int, float, str, type(None))
 
@@ -185,10 +185,13 @@ def _describe_gpu() -> dict[str, Any]:
     }
 
 
-def read_peak_bytes() -> int:
-    """Return the most that was ever allocated."""
-    peak: int = torch.cuda.memory_stats_as_nested_dict()["allocated_bytes"]["all"]["peak"]
-    return peak
+def read_allocator() -> tuple[int, int]:
+    """Return the most that was ever allocated, and what PyTorch holds from CUDA now, in bytes."""
+    stats = torch.cuda.memory_stats_as_nested_dict()
+    return stats["allocated_bytes"]["all"]["peak"], stats["reserved_bytes"]["all"]["current"]
+
+
+_IDLE = "gpu_idle"
 
 
 class GpuClock:
@@ -198,21 +201,25 @@ class GpuClock:
         self._handle: Any = None
         self._has_failed = False
 
-    def look(self) -> int | None:
-        """Return the clock of the multiprocessors in MHz, None if unknown."""
+    def look(self) -> tuple[int | None, tuple[str, ...]]:
+        """Return the clock of the multiprocessors in MHz, None if unknown, and why it is not higher."""
         if self._has_failed or not torch.cuda.is_initialized():
-            return None
+            return None, ()
         try:
             return self._ask()
         except Exception:  # NVML is an extra: whatever it lacks is not said
             self._has_failed = True
-            return None
+            return None, ()
 
-    def _ask(self) -> int:
+    def _ask(self) -> tuple[int, tuple[str, ...]]:
         import pynvml as nvml
 
         if self._handle is None:
             uuid = torch.cuda.get_device_properties(torch.cuda.current_device()).uuid  # since torch 2.5
             nvml.nvmlInit()
             self._handle = nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}".encode())
-        return int(nvml.nvmlDeviceGetClockInfo(self._handle, nvml.NVML_CLOCK_SM))
+        clock = nvml.nvmlDeviceGetClockInfo(self._handle, nvml.NVML_CLOCK_SM)
+        ask = getattr(nvml, "nvmlDeviceGetCurrentClocksEventReasons", None)
+        mask = (ask or nvml.nvmlDeviceGetCurrentClocksThrottleReasons)(self._handle)
+        reasons = (name for bit, name in THROTTLE_REASONS.items() if mask & bit and name != _IDLE)
+        return int(clock), tuple(reasons)

@@ -239,6 +239,7 @@ def _rank_data(rank: RankSummary) -> dict[str, Any]:
         "waiting_ns": rank.waiting_ns,
         "peak_bytes": rank.peak_bytes,
         "sm_mhz": rank.sm_mhz,
+        "throttle": list(rank.throttle),
     }
 
 
