@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, ParamSpec, Protocol, TypeVar, cast
 
 from profkit.asking import Capture
 from profkit.errors import RunError, UsageError
-from profkit.launch.gpu_state import Gpu, read_gpus, warn_of_used_gpus
+from profkit.launch.gpu_state import GpuState, describe_gpus, read_gpu_state, warn_of_used_gpus
 from profkit.launch.manifest import begin_manifest, utc_now, warn_of_run, with_outcome
 from profkit.launch.passes import Outcome, Pass, Target
 from profkit.launch.record import require_torch
@@ -223,6 +223,7 @@ class _Keeper:
             status="complete" if reason is None else "failed",
             reason=reason,
             finished_utc=utc_now(),
+            gpus=describe_gpus(self._gpus, gpus),
             warnings=(*(lacking if nothing is None else ()), *doubts),
         )
         write_manifest(self._run / MANIFEST, manifest)
@@ -281,6 +282,7 @@ def _describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}".strip().splitlines()[0]
 
 
-def _read_gpus() -> tuple[Gpu, ...]:
+def _read_gpus() -> GpuState:
     """Return the state of the GPUs, without who uses them: NVML does not tell this process from others everywhere."""
-    return tuple(replace(gpu, process_count=None) for gpu in read_gpus())
+    state = read_gpu_state()
+    return replace(state, gpus=tuple(replace(gpu, process_count=None, process_bytes=None) for gpu in state.gpus))

@@ -10,22 +10,25 @@ from typing import Any
 
 import pytest
 
-from profkit.launch.gpu_state import Gpu, read_gpus, warn_of_gpus, warn_of_used_gpus
+from profkit.launch.gpu_state import GpuState, describe_gpus, read_gpu_state, used_gpus, warn_of_gpus, warn_of_used_gpus
 from profkit.launch.manifest import HARMLESS, harmless_variables, warn_of_gain, warn_of_run, warn_of_times
 from profkit.run import manifest
-from profkit.run.manifest import Manifest, Process, Samples
+from profkit.run.manifest import Gpu, Gpus, Manifest, Process, Samples
 from tests.forked_scripts import Forks
 from tests.golden import check_text
 
 FIRST, SECOND = "GPU-5d5ba0d6-d33d-2b2c-524d-9e3d8d2b8a77", "GPU-7a1be2f5-9fd3-1a2e-0000-9e3d8d2b8a77"
 
 H200: dict[str, Any] = {
-    "UUID": FIRST.encode(),  # older versions of the library return bytes
+    "UUID": FIRST,
+    "Name": b"NVIDIA H200",  # older versions of the library return bytes
+    "CurrentClocksEventReasons": 0x4,
     "field 74": 91_403_239_999,
     "ComputeRunningProcesses": [SimpleNamespace(usedGpuMemory=2048), SimpleNamespace(usedGpuMemory=514)],
 }
 BARE: dict[str, Any] = {
     "UUID": SECOND,
+    "Name": "NVIDIA GB10",
     "ComputeRunningProcesses": [SimpleNamespace(usedGpuMemory=None)],
 }
 
@@ -71,26 +74,68 @@ class FakeNvml:
 
 def test_a_gpu_that_tells_everything_is_described_in_full() -> None:
     nvml = FakeNvml(H200)
-    assert read_gpus(nvml) == (Gpu(0, FIRST, {"sw_power_cap": 91_403_239}, 2),)
+    (gpu,) = read_gpu_state(nvml).gpus
+    assert gpu == Gpu(
+        index=0,
+        uuid=FIRST,
+        name="NVIDIA H200",
+        throttle_reasons=("sw_power_cap",),
+        throttled_us={"sw_power_cap": 91_403_239},
+        process_count=2,
+        process_bytes=2048 + 514,
+    )
     assert not nvml.is_open
 
 
 def test_a_figure_that_a_gpu_does_not_report_is_none() -> None:
-    assert read_gpus(FakeNvml(BARE)) == (Gpu(0, SECOND, {}, 1),)
+    (gpu,) = read_gpu_state(FakeNvml(BARE)).gpus
+    assert (gpu.throttle_reasons, gpu.throttled_us) == (None, {})
+    assert (gpu.process_count, gpu.process_bytes) == (1, None)
 
 
-def test_without_a_driver_or_the_library_there_are_no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("mask", "reasons"),
+    [
+        (0x0, ()),
+        (0x1, ("gpu_idle",)),
+        (0xE8, ("hw_slowdown", "sw_thermal_slowdown", "hw_thermal_slowdown", "hw_power_brake_slowdown")),
+        (0x8000000000000000, ()),  # a reason that is not known yet
+    ],
+)
+def test_each_bit_of_the_mask_is_a_reason(mask: int, reasons: tuple[str, ...]) -> None:
+    (gpu,) = read_gpu_state(FakeNvml({**H200, "CurrentClocksEventReasons": mask})).gpus
+    assert gpu.throttle_reasons == reasons
+
+
+def test_without_a_driver_or_the_library_the_reason_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     class NoDriver(FakeNvml):
         def nvmlInit(self) -> None:
             raise self.NVMLError("Driver Not Loaded")
 
-    assert read_gpus(NoDriver()) == ()
+    assert read_gpu_state(NoDriver()) == GpuState(reason="NVML cannot be loaded: Driver Not Loaded")
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    assert read_gpus() == ()
+    assert read_gpu_state().reason == "nvidia-ml-py is not installed"
 
 
-IDLE = Gpu(0, "GPU-1", {}, 0)
+BOTH = read_gpu_state(FakeNvml(H200, BARE))
+
+
+@pytest.mark.parametrize(
+    ("reported", "indices"), [([SECOND], [1]), ([FIRST, SECOND, None], [0, 1]), ([], [0, 1]), (["GPU-unheard-of"], [])]
+)
+def test_the_gpus_of_a_run_are_those_that_its_processes_name(reported: list[str | None], indices: list[int]) -> None:
+    assert [gpu.index for gpu in used_gpus(BOTH, reported)] == indices
+
+
+IDLE = Gpu(0, "GPU-1", "NVIDIA H200", (), {}, 0, 0)
 OTHER = replace(IDLE, index=1, uuid="GPU-2", process_count=1)
+
+
+def test_the_gpus_are_kept_as_they_were_before_and_after() -> None:
+    gpus = describe_gpus(GpuState((IDLE,)), GpuState((replace(IDLE, process_count=3),)))
+    assert [state[0].process_count for state in (gpus.before, gpus.after)] == [0, 3]
+    assert gpus.reason is None
+    assert describe_gpus(GpuState(reason="no driver"), GpuState()) == Gpus((), (), "no driver")
 
 
 def test_only_harmless_variables_are_kept() -> None:
@@ -101,9 +146,9 @@ def test_only_harmless_variables_are_kept() -> None:
 
 
 MS = 1_000_000
-QUIET = Gpu(0, "GPU-1", {"sw_power_cap": 700}, 0)
-UNKNOWN = replace(QUIET, process_count=None, throttled_us={})
-STATE, ON_CUDA = (IDLE, OTHER), Process(device="cuda")
+QUIET = Gpu(0, "GPU-1", "NVIDIA H200", ("gpu_idle",), {"sw_power_cap": 700}, 0, 0)
+UNKNOWN = replace(QUIET, process_count=None, process_bytes=None, throttle_reasons=None, throttled_us={})
+STATE, ON_CUDA = GpuState((IDLE, OTHER)), Process(device="cuda")
 
 
 def _steps(*times_ms: float, **more: int) -> list[dict[str, int]]:
@@ -164,9 +209,10 @@ DOUBTS: dict[str, list[str]] = {
     "a quiet GPU": _of_gpu({}),
     "a GPU that tells nothing": warn_of_gpus([UNKNOWN], [UNKNOWN]),
     "a GPU unknown before": warn_of_gpus([], [replace(QUIET, process_count=3)]),
-    "other processes": _of_gpu({}, process_count=2),
-    "another process before": _of_gpu({"process_count": 1}),
+    "other processes": _of_gpu({}, process_count=2, process_bytes=3 * 1024**3),
+    "another process before": _of_gpu({"process_count": 1, "process_bytes": None}),
     "clocks held down": _of_gpu({}, throttled_us={"sw_power_cap": 1_500_700}),
+    "clocks held down at the end": _of_gpu({}, throttle_reasons=("hw_thermal_slowdown", "sync_boost")),
 }
 
 

@@ -8,7 +8,7 @@ import re
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from profkit.errors import ToolError
 from profkit.launch.nsys import numbers
 from profkit.launch.processes import run_child
 from profkit.run import decode
-from profkit.run.manifest import Process
+from profkit.run.manifest import THROTTLE_REASONS, Gpu, Gpus, Process
 from profkit.run.work import VERSION, Ceilings
 
 # How long each of them has held the clocks down, in ns; older versions of the library lack some of the names.
@@ -28,40 +28,39 @@ _COUNTERS = {
     "hw_power_brake_slowdown": "NVML_FI_DEV_CLOCKS_EVENT_REASON_HW_POWER_BRAKE_SLOWDOWN",
 }
 
+_SLOWDOWNS = frozenset(
+    {"sw_power_cap", "hw_slowdown", "sw_thermal_slowdown", "hw_thermal_slowdown", "hw_power_brake_slowdown"}
+)
+
 
 @dataclass(frozen=True)
-class Gpu:
-    """One GPU at one moment; None for what this GPU, driver or container does not tell.
+class GpuState:
+    """All GPUs of this machine; ``reason`` says why there are none."""
 
-    ``throttled_us`` is, by reason, how long the clocks have been held down since the driver was loaded;
-    ``process_count`` is of the compute processes on it.
-    """
-
-    index: int
-    uuid: str | None = None
-    throttled_us: dict[str, int] = field(default_factory=dict)
-    process_count: int | None = None
+    gpus: tuple[Gpu, ...] = ()
+    reason: str | None = None
 
 
-def read_gpus(nvml: Any = None) -> tuple[Gpu, ...]:
-    """Return the state of this machine's GPUs now, as ``nvml`` reads it, by default nvidia-ml-py; none without NVML."""
+def read_gpu_state(nvml: Any = None) -> GpuState:
+    """Return the state of the GPUs now, as ``nvml`` reads it, by default nvidia-ml-py."""
     if nvml is None:
         try:
             import pynvml
         except ModuleNotFoundError:
-            return ()
+            return GpuState(reason="nvidia-ml-py is not installed")
         nvml = pynvml
     try:
         nvml.nvmlInit()
-    except nvml.NVMLError:
-        return ()
+    except nvml.NVMLError as error:
+        return GpuState(reason=f"NVML cannot be loaded: {error}")
     try:
         handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
-        return tuple(_Device(nvml, handle).describe(index) for index, handle in enumerate(handles))
-    except nvml.NVMLError:
-        return ()
+        gpus = tuple(_Device(nvml, handle).describe(index) for index, handle in enumerate(handles))
+    except nvml.NVMLError as error:
+        return GpuState(reason=f"NVML failed: {error}")
     finally:
         nvml.nvmlShutdown()
+    return GpuState(gpus)
 
 
 class _Device:
@@ -77,8 +76,11 @@ class _Device:
         return Gpu(
             index=index,
             uuid=_text(ask(nvml.nvmlDeviceGetUUID)),
+            name=_text(ask(nvml.nvmlDeviceGetName)),
+            throttle_reasons=self._throttle_reasons(),
             throttled_us=self._throttled_us(),
             process_count=None if processes is None else len(processes),
+            process_bytes=None if processes is None else _sum_if_known(process.usedGpuMemory for process in processes),
         )
 
     def _ask(self, function: Callable[..., Any], *more: Any) -> Any:
@@ -86,6 +88,12 @@ class _Device:
             return function(self._handle, *more)
         except self._nvml.NVMLError:
             return None
+
+    def _throttle_reasons(self) -> tuple[str, ...] | None:
+        nvml = self._nvml
+        newer = getattr(nvml, "nvmlDeviceGetCurrentClocksEventReasons", None)
+        mask = self._ask(newer or nvml.nvmlDeviceGetCurrentClocksThrottleReasons)
+        return None if mask is None else tuple(name for bit, name in THROTTLE_REASONS.items() if mask & bit)
 
     def _throttled_us(self) -> dict[str, int]:
         known = {name: getattr(self._nvml, field, None) for name, field in _COUNTERS.items()}
@@ -95,8 +103,19 @@ class _Device:
         return {name: value.value.ullVal // 1000 for name, value in counted if value.nvmlReturn == 0}
 
 
+def used_gpus(state: GpuState, uuids: Iterable[str | None]) -> tuple[Gpu, ...]:
+    reported = set(uuids) - {None}
+    return tuple(gpu for gpu in state.gpus if not reported or gpu.uuid in reported)
+
+
 def _text(value: Any) -> str | None:
     return value.decode() if isinstance(value, bytes) else value
+
+
+def _sum_if_known(values: Iterable[int | None]) -> int | None:
+    listed = list(values)
+    known = [value for value in listed if value is not None]
+    return sum(known) if len(known) == len(listed) else None
 
 
 def warn_of_gpus(before: Sequence[Gpu], after: Sequence[Gpu]) -> list[str]:
@@ -109,26 +128,32 @@ def warn_of_gpus(before: Sequence[Gpu], after: Sequence[Gpu]) -> list[str]:
 
 def _warn_of_others(first: Gpu, last: Gpu) -> str | None:
     count = max(first.process_count or 0, last.process_count or 0)
+    held = max(first.process_bytes or 0, last.process_bytes or 0)
     if not count:
         return None
     others = f"{count:,} other {'process' if count == 1 else 'processes'} used it"
-    return f"GPU {last.index} was shared during the run: {others}; the times may include waiting for them"
+    size = f", with {held / 1024**3:.1f} GiB" if held else ""
+    return f"GPU {last.index} was shared during the run: {others}{size}; the times may include waiting for them"
 
 
 def _warn_of_clocks(first: Gpu, last: Gpu) -> str | None:
+    """Say for how long the clocks were held down, where the driver counts that; else that they were at the end."""
     slowed = {reason: us - first.throttled_us.get(reason, us) for reason, us in last.throttled_us.items()}
-    reasons = ", ".join(f"{reason} {us / 1e6:.3g} s" for reason, us in slowed.items() if us > 0)
-    if not reasons:
-        return None
-    return f"GPU {last.index}'s clocks were held down during the run ({reasons}): the times are longer than usual"
+    if any(us > 0 for us in slowed.values()):
+        reasons = ", ".join(f"{reason} {us / 1e6:.3g} s" for reason, us in slowed.items() if us > 0)
+        return f"GPU {last.index}'s clocks were held down during the run ({reasons}): the times are longer than usual"
+    bad = sorted(set(last.throttle_reasons or ()) & _SLOWDOWNS)
+    return f"GPU {last.index}'s clocks were held down when the run ended ({', '.join(bad)})" if bad else None
 
 
-def warn_of_used_gpus(before: Sequence[Gpu], after: Sequence[Gpu], processes: Iterable[Process]) -> list[str]:
-    """Warn of what disturbed the GPUs that these processes used: of all that there are, where they do not say which."""
+def describe_gpus(before: GpuState, after: GpuState) -> Gpus:
+    return Gpus(before.gpus, after.gpus, before.reason or after.reason)
+
+
+def warn_of_used_gpus(before: GpuState, after: GpuState, processes: Iterable[Process]) -> list[str]:
     on_gpu = [process for process in processes if process.device == "cuda"]
-    uuids = {process.conditions.gpu_uuid for process in on_gpu if process.conditions is not None} - {None}
-    used = [gpu for gpu in after if not uuids or gpu.uuid in uuids]
-    return warn_of_gpus(before, used) if on_gpu else []
+    uuids = [process.conditions.gpu_uuid for process in on_gpu if process.conditions is not None]
+    return warn_of_gpus(*(used_gpus(state, uuids) for state in (before, after))) if on_gpu else []
 
 
 # The driver branch that came with each CUDA version, newest first: "CUDA Toolkit and Corresponding Driver Versions" in

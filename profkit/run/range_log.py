@@ -21,6 +21,7 @@ from typing import Any
 
 from profkit.errors import ProfkitError, RunError
 from profkit.files import PARTIAL, collector_off, whole_file, write_whole
+from profkit.run.directory import LOG
 
 LEFT = -1
 """In the place of a range's number: the thread's innermost range was left."""
@@ -91,6 +92,28 @@ class RangeLog:
     collectives: list[LoggedCollective] = field(default_factory=list)
 
 
+@dataclass(frozen=True)
+class Alignment:
+    """How well the log's times fit the trace's: what is added to them, at the start and at the end, and the error left.
+
+    ``across`` of ``calls`` calls lie across the edge of a range on their own thread: with equal clocks none does, and
+    one would if the clocks differed by more than the error.
+    """
+
+    start_ns: int
+    end_ns: int
+    error_ns: int
+    calls: int
+    across: int
+
+    def __str__(self) -> str:
+        shift = f"{self.start_ns / 1000:+.1f} µs at the start and {self.end_ns / 1000:+.1f} µs at the end"
+        return (
+            f"ranges: the trace's clock is {shift} from the log's, ± {self.error_ns / 1000:.1f} µs; "
+            f"{self.across:,} of {self.calls:,} calls lie across a range's edge"
+        )
+
+
 def write_range_log(path: Path, log: RangeLog) -> None:
     # As `asdict` does, which would copy each of the entries while the program waits.
     write_whole(path, json.dumps(log, default=vars, separators=(",", ":")).encode())
@@ -111,7 +134,7 @@ def fold_handle(handle: int) -> int:
     return _LOW_BITS - low if low >= _SIGN_BIT else low
 
 
-def join_ranges(trace: dict[str, Any], log: RangeLog) -> None:
+def join_ranges(trace: dict[str, Any], log: RangeLog) -> Alignment:
     """Put the log's ranges into a trace of torch.profiler's, and give all rows of its threads their own numbers.
 
     Raises:
@@ -125,21 +148,21 @@ def join_ranges(trace: dict[str, Any], log: RangeLog) -> None:
     clock = _Clock(*_fit_clocks(log, calls, row_of))
     ranges: list[Event] = []
     call_count = across = 0
+    error_ns = clock.error_ns
     for handle, logged in _ranges_by_handle(log).items():
         rows = [(name, clock.on_trace(start), clock.on_trace(end)) for name, start, end in logged]
         made = calls.get(row_of[handle], [])
-        call_count += len(made)
-        across += _count_across(made, sorted(edge for _, *edges in rows for edge in edges))
+        crossing, room_ns = _fit_calls(made, sorted(edge for _, *edges in rows for edge in edges))
+        call_count, across, error_ns = call_count + len(made), across + crossing, min(error_ns, room_ns)
         thread: Event = {"pid": log.process, "tid": number_of[handle]}
         ranges += ({**thread, **_range_row(name, start - base_ns, end - base_ns)} for name, start, end in rows)
-    if across > _MOST_ACROSS * call_count:
-        raise RangeLogError(
-            "the times of ranges and calls do not fit together "
-            f"({across:,} of {call_count:,} calls lie across a range's edge)"
-        )
     _describe_collectives(trace, log, clock, base_ns)
+    fit = Alignment(clock.first.shift_ns, clock.last.shift_ns, error_ns, call_count, across)
+    if fit.across > _MOST_ACROSS * fit.calls:
+        raise RangeLogError(f"the times of ranges and calls do not fit together ({fit})")
     _renumber(trace, log.process, {row_of[handle]: number for handle, number in number_of.items()})
     trace[_EVENTS] += [*ranges, *_thread_names(log)]
+    return fit
 
 
 def _numbers_by_handle(log: RangeLog) -> dict[int, int]:
@@ -183,10 +206,11 @@ def _calls_by_row(trace: dict[str, Any], process: int, base_ns: int) -> dict[int
 
 @dataclass(frozen=True)
 class _Fit:
-    """What is added to the log's times at one moment to have them on the trace's clock."""
+    """What is added to the log's times at one moment to have them on the trace's clock, and how wrong that may be."""
 
     at_ns: int
     shift_ns: int
+    error_ns: int
 
 
 def _fit_clocks(log: RangeLog, calls: dict[int, list[_Call]], row_of: dict[int, int]) -> tuple[_Fit, _Fit]:
@@ -211,8 +235,13 @@ def _fit(readings: list[ClockReading], waits: list[tuple[int, int]]) -> _Fit | N
     found = [shift for wait in near if (shift := _narrow(_shift(first, wait), readings[1:], near)) is not None]
     if not found:
         return None
-    nearest_to_zero = (min(max(0, least), most) for least, most in found)
-    return _Fit(first.before_ns, min(nearest_to_zero, key=abs))
+    least, most = min(found, key=lambda shift: abs(_nearest_to_zero(*shift)))
+    shift_ns = _nearest_to_zero(least, most)
+    return _Fit(first.before_ns, shift_ns, max(most - shift_ns, shift_ns - least))
+
+
+def _nearest_to_zero(least: int, most: int) -> int:
+    return min(max(0, least), most)
 
 
 def _shift(reading: ClockReading, wait: tuple[int, int]) -> tuple[int, int]:
@@ -235,11 +264,13 @@ class _Clock:
     """Times of the log on the trace's clock, by the fits at both ends: clocks may run apart in between."""
 
     def __init__(self, first: _Fit, last: _Fit) -> None:
-        self._first = first
+        self.first = first
+        self.last = last
         self._drift = (last.shift_ns - first.shift_ns) / max(1, last.at_ns - first.at_ns)
+        self.error_ns = max(first.error_ns, last.error_ns)
 
     def on_trace(self, time_ns: int) -> int:
-        return time_ns + self._first.shift_ns + round(self._drift * (time_ns - self._first.at_ns))
+        return time_ns + self.first.shift_ns + round(self._drift * (time_ns - self.first.at_ns))
 
 
 def _ranges_by_handle(log: RangeLog) -> dict[int, list[tuple[str, int, int]]]:
@@ -315,9 +346,15 @@ def _arguments_of(calls: list[LoggedCollective], kernels: int) -> dict[str, Any]
     return arguments
 
 
-def _count_across(calls: list[_Call], edges: list[int]) -> int:
-    """Return how many calls of a thread lie across an edge of its ranges: with clocks that are set right none does."""
-    return sum(bisect_right(edges, start) < bisect_left(edges, end) for start, end, _ in calls)
+def _fit_calls(calls: list[_Call], edges: list[int]) -> tuple[int, int]:
+    """Return how many calls of a thread lie across an edge of its ranges, and how far edges may move until one does."""
+    across, room_ns = 0, _FARTHEST_NS
+    for start, end, _ in calls:
+        before, after = bisect_right(edges, start), bisect_left(edges, end)
+        across += before < after
+        gaps = [start - edges[before - 1]] * (before > 0) + [edge - end for edge in edges[after : after + 1]]
+        room_ns = min([room_ns, *gaps])
+    return across, max(0, room_ns)
 
 
 def _range_row(name: str, start_ns: int, end_ns: int) -> Event:
@@ -367,7 +404,7 @@ def finish_traces(run: Path) -> dict[str, str]:
 
 
 def finish_trace(path: Path) -> None:
-    """Make the trace ``path`` of what a process left for it.
+    """Make the trace ``path`` of what a process left for it, and say in the run's log how clocks fit, if there are two.
 
     Raises:
         RangeLogError: the trace and the log of ranges do not fit together.
@@ -388,6 +425,8 @@ def finish_trace(path: Path) -> None:
 def _join(plain: Path, log: Path, path: Path) -> None:
     with collector_off():
         trace = json.loads(plain.read_bytes())
-        join_ranges(trace, read_range_log(log))
+        fit = join_ranges(trace, read_range_log(log))
         with whole_file(path) as partial, gzip.open(partial, "wt", _LEVEL, encoding="utf-8") as target:
             json.dump(trace, target)
+    with path.with_name(LOG).open("a", encoding="utf-8") as said:
+        said.write(f"{path.name}: {fit}\n")
