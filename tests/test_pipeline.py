@@ -103,7 +103,7 @@ def test_the_stages_that_compute_less_also_wait_for_the_one_that_computes_most(t
     assert one.longest == 1
     assert one.uneven_ns == pytest.approx(2 * 4 * 4 * MS, rel=0.05)
     assert one.between_ns[0] - one.between_ns[1] == pytest.approx(one.uneven_ns, abs=MS)
-    text = said("ranks", run, "--workers", 1)
+    text = said("ranks", run)
     assert "rank 1 (stage 1) works longest" in text
     assert "bubble of pipeline pp" in text
 
@@ -152,7 +152,7 @@ def test_without_the_group_or_a_rank_no_pipeline_is_judged_and_nobody_is_held_ag
     run = write_kineto_run(tmp_path / "run", _pipeline([10 * MS, 14 * MS], 2))
     result = read_ranks(run)
     assert (result.pipelines, result.verdict.most_rank) == ((), None)
-    text = said("ranks", run, "--workers", 1)
+    text = said("ranks", run)
     assert "no pipeline is judged" in text
     assert "bubble" not in text
     assert "Who is late is unknown" in text
