@@ -7,13 +7,14 @@ bytes.
 
 The data of memory over time are packed: sizes are differences from sample to sample, in the largest unit that divides
 them all (usually 512 bytes), texts are numbers, and all of it is gzipped. uPlot, whose code and licence are in the
-page, draws the chart.
+page, draws the chart; without it there is a picture.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -29,12 +30,12 @@ from profkit.analysis.time_account.steps import find_warmup
 from profkit.analysis.tree import split_path
 from profkit.analysis.tree.modules import PASSES, ModuleKernel, ModuleTime, time_kernels_by_module
 from profkit.names import BACKWARD, FORWARD, kind_of, phase_of
-from profkit.report import colours, simplify_name
+from profkit.report import colours, make_visible, simplify_name
 from profkit.report.commands.memory import EVIDENCE_WORDS, By, build_memory_document
 from profkit.report.commands.steps import name_limits
 from profkit.report.document import Column, Lines, Table
 from profkit.report.page import Interned, Results, pack, view_parts, view_table
-from profkit.report.units import BYTES, SHARE, TEXT, Unit, count_over, format_flops, ns_over
+from profkit.report.units import BYTES, SHARE, TEXT, Unit, count_over, format_bytes, format_flops, ns_over
 from profkit.snapshot.columns import Ints
 
 _HELD = ("parameters", "gradients", "optimizer state", "activations")
@@ -157,6 +158,7 @@ def _pack_kernels(run: Results) -> Markup:
 
 _MAX_PHASES = 4000
 _FRAMES_KEPT = 20
+_PICTURE_COLUMNS = 360
 _SHAPE_NUMBERS = ("bytes", "requested_bytes", "first", "end", "born_us", "freed_us", "born_event", "freed_event")
 _SHAPE_TEXTS = ("category", "owner", "module", "label")
 
@@ -175,6 +177,10 @@ def build_memory(memory: DeviceMemory, result: MemoryResult, wanted: Filter | No
         "notes": view_parts(others),
         "data": pack(build_data(bins, memory)),
         "chosen": _pack_chosen(memory, result.composition),
+        "picture": _picture(bins),
+        "at": result.composition.what,
+        "peak": format_bytes(int(bins.allocated[bins.peak])),
+        "peak_bytes": int(bins.allocated[bins.peak]),
         "tables": {
             "module": modules,
             "line": view_table(_table_by(result, "stack")),
@@ -277,6 +283,44 @@ def _phases(memory: DeviceMemory, texts: Interned) -> list[dict[str, int]]:
         times = {"start_us": phase.start_us - start, "end_us": phase.end_us - start}
         spans.append({"name": texts.number(phase.name), "first": first, "last": last, **times})
     return spans
+
+
+def _picture(bins: Bins) -> dict[str, Any]:
+    """Return the categories as stacked areas on a canvas of 1000 × 300; the highest sample of each column stands."""
+    count = len(bins.allocated)
+    edges = np.unique(np.linspace(0, count, min(_PICTURE_COLUMNS, count) + 1).astype(np.int64))
+    picked = np.array([low + int(np.argmax(bins.allocated[low:high])) for low, high in pairwise(edges.tolist())])
+    x = 1000 * np.arange(len(picked) + 1) / len(picked)
+    top = max(int(bins.reserved.max()), 1)
+    below = np.zeros(len(picked), dtype=np.int64)
+    layers: list[dict[str, Any]] = []
+    for category in bins.by_category:
+        above = below + category.bytes[picked]
+        if category.bytes.any():
+            upper, lower = _line(x, 300 - 300 * above / top), _line(x[::-1], (300 - 300 * below / top)[::-1])
+            layers.append(
+                {
+                    "name": category.name,
+                    "colour": colours.MEMORY[category.name],
+                    "path": f"{upper}L{lower[1:]}Z",
+                    "at_peak": int(category.bytes[bins.peak]),
+                    "shown": format_bytes(int(category.bytes[bins.peak])),
+                }
+            )
+        below = above
+    peak_at = int(np.argmax(bins.allocated[picked]))
+    return {
+        "layers": layers,
+        "reserved": _line(x, 300 - 300 * bins.reserved[picked] / top),
+        "peak_x": round(float(x[peak_at]), 1),
+        "top": format_bytes(top),
+        "label": ", ".join(f"{make_visible(layer['name'])} {layer['shown']}" for layer in layers),
+    }
+
+
+def _line(x: Any, y: Any) -> str:
+    steps = [f"{x[at]:.0f},{y[at]:.1f}L{x[at + 1]:.0f},{y[at]:.1f}" for at in range(len(y))]
+    return "M" + "L".join(steps)
 
 
 def _deltas(values: Ints, unit: int) -> list[int]:

@@ -199,9 +199,18 @@ EVIDENCE = {
     NO_LAUNCH_RECORD: "not placed: no launch was recorded",
 }
 
+_COLUMNS = 1000
+"""The picture without a script merges what lies in one thousandth of the step."""
+
+_DEEPEST_PICTURED = 1
+"""The step, and the phases in it."""
+
+_KINDS = {"gemm": "matmul", "attention": "attention", "communication": "communication"}
+"""Category → colour; kernels of every other category share one."""
+
 
 def build_timeline(attribution: Attribution, step: StepSlices) -> dict[str, Any]:
-    """Return the packed slices, and what the kernels add up to."""
+    """Return the packed slices, a picture of the lanes, and what each lane adds up to."""
     texts = Interned()
     paths = kind_paths(attribution)
     lanes = [_pack_lane(attribution, lane, step.start_ns, texts, paths) for lane in step.lanes]
@@ -215,6 +224,11 @@ def build_timeline(attribution: Attribution, step: StepSlices) -> dict[str, Any]
         "kernels": format_count(sum(int(lane.count.sum()) for lane in kernels), "kernel"),
         "kernel_time": format_ns(kernel_ns),
         "merged": step.merged,
+        "pictures": [
+            _picture(attribution, lane, step)
+            for lane in step.lanes
+            if lane.kind != "calls" and lane.depth <= _DEEPEST_PICTURED
+        ],
     }
 
 
@@ -264,6 +278,28 @@ def _names(attribution: Attribution, lane: Lane) -> Iterator[str]:
 def _categories(attribution: Attribution, lane: Lane) -> list[str]:
     trace = attribution.trace
     return [categorize(trace.names[name], trace.measure).name for name in trace.work.name[lane.row].tolist()]
+
+
+def _picture(attribution: Attribution, lane: Lane, step: StepSlices) -> dict[str, Any]:
+    """Return a lane as bars in per cent of the step: neighbours of one kind that nobody could tell apart are one."""
+    kinds = ["range"] * len(lane.row)
+    if lane.kind == "kernels":
+        kinds = [_KINDS.get(category, "other") for category in _categories(attribution, lane)]
+    elif lane.kind == "copies":
+        kinds = ["copies"] * len(lane.row)
+    unit = (step.end_ns - step.start_ns) / _COLUMNS or 1
+    bars: list[list[Any]] = []
+    for kind, start, end in zip(kinds, lane.start_ns.tolist(), lane.end_ns.tolist(), strict=True):
+        left, right = round((start - step.start_ns) / unit), round((end - step.start_ns) / unit)
+        if bars and left <= bars[-1][2] and (bars[-1][0] == kind or right <= bars[-1][2]):
+            bars[-1][2] = max(bars[-1][2], right)
+        else:
+            bars.append([kind, left, max(right, left + 1)])
+    label = f"{make_visible(lane.name)}: {format_ns(int(lane.busy_ns.sum()))} in {int(lane.count.sum()):,}"
+    return {
+        "label": label,
+        "bars": [{"kind": kind, "left": left / 10, "width": (right - left) / 10} for kind, left, right in bars],
+    }
 
 
 _SECTIONS = {

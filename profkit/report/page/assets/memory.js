@@ -5,6 +5,7 @@ const { byId, element, button, copyText } = profkit;
 const memory = await profkit.readMemory();
 if (!memory) return;
 byId("memory-chart").hidden = false;
+byId("memory-picture").style.display = "none";
 const {
   data, state, count, moments, seconds, allocated, reserved, modes, shapes, colours,
   stackOf, formatBytes, formatTime, formatSpan, layOut, xs, css, colourOf, isHidden, isShown, inModule, cumulated, UNITS,

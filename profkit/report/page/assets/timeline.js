@@ -30,6 +30,7 @@ canvas.setAttribute("role", "img");
 canvas.setAttribute("aria-label", "Timeline of one step. Arrow keys move, + and − zoom, 0 shows all, comma and full stop step through the slices of a lane, up and down change the lane.");
 holder.append(canvas);
 holder.hidden = detail.hidden = false;
+byId("timeline-picture").style.display = "none";
 
 const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 const text = (number) => number === undefined || number < 0 ? "" : data.texts[number];
