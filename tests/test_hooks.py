@@ -235,36 +235,6 @@ def test_allocations_carry_the_phase_and_the_modules_name(remembered: dict[str, 
     assert {"profkit:recompute:blocks.2.linear", "profkit:inference:blocks.2.linear"} <= set(texts)
 
 
-RESTING = Path(__file__).parent / "resting_workloads.py"
-NEVER = ("in a module", "in backward", "after that")
-"""Nothing else would show the end of a step that an optimizer makes within a backward pass."""
-
-
-@pytest.fixture(scope="module")
-def awake(forks: Forks) -> dict[str, Any]:
-    return forks.printed_json(RESTING)
-
-
-@pytest.fixture(scope="module")
-def resting(forks: Forks) -> dict[str, Any]:
-    return forks.printed_json(RESTING, "resting")
-
-
-def test_the_hooks_rest_in_all_steps_that_nobody_keeps(resting: dict[str, Any]) -> None:
-    for way, seen in resting.items():
-        wanted = [] if way in NEVER else [number for number in seen["begun"][:-1] if number % 3]
-        assert [number for number in seen["rested"] if number in seen["begun"]] == wanted, way
-        assert len(seen["begun"]) >= 11
-
-
-@pytest.mark.parametrize("what", ["begun", "phases", "losses"])
-def test_what_is_seen_is_the_same_as_by_hooks_that_never_rest(
-    what: str, awake: dict[str, Any], resting: dict[str, Any]
-) -> None:
-    assert not any(seen["rested"] for seen in awake.values())
-    assert {way: seen[what] for way, seen in resting.items()} == {way: seen[what] for way, seen in awake.items()}
-
-
 PROGRAM = """
 import torch
 from torch import distributed, nn
@@ -281,7 +251,7 @@ distributed.destroy_process_group()
 
 
 @pytest.mark.slow
-def test_a_rank_wakes_for_each_row_of_its_light_record(tmp_path: Path, forks: Forks) -> None:
+def test_a_rank_has_the_phases_of_each_row_of_its_light_record(tmp_path: Path, forks: Forks) -> None:
     (tmp_path / "train.py").write_text(PROGRAM)
     options = ("--kineto", "--ranks", "7", "--steps", "2", "--nproc-per-node", "2")
     forks.check_profkit("run", "-o", "run", *options, "--", sys.executable, "train.py", cwd=tmp_path)

@@ -29,14 +29,14 @@ from profkit.capture.hooks.backward_nodes import (
 from profkit.capture.hooks.module_names import reach_by_tree
 from profkit.capture.hooks.open_ranges import OpenOnThread, OpenRanges
 from profkit.capture.hooks.range_log import watch_script_ranges
-from profkit.capture.patches import restore
+from profkit.capture.patches import restore, restore_all
 
 
 class Observer:
     """Notes the modules that it is shown, outermost ones as the roots that they are."""
 
     def __init__(self) -> None:
-        self.is_recording = self.is_resting = False
+        self.is_recording = False
         self.on_thread = OpenOnThread(RangeObserver(), None)
         self.entered: list[nn.Module] = []
         self.left: list[Any] = []
@@ -58,8 +58,7 @@ def observer() -> Iterator[Observer]:
     observer = Observer()
     module_calls.observe_module_calls(observer)
     yield observer
-    restore()
-    observer.is_resting = True  # the wrapper stays, and would show it the calls of other tests too
+    restore_all()  # the wrapper would show it the calls of other tests too
 
 
 class Failing(nn.Module):
@@ -76,19 +75,6 @@ def test_calls_within_another_are_shown_while_recording_alone(observer: Observer
     assert model(x) is x
     assert observer.entered == ([model, inner, inner[0], model[1]] if is_recording else [model])
     assert observer.left == [x] * len(observer.entered)
-
-
-def test_no_call_is_shown_that_begins_at_rest_and_the_end_of_each_that_began_before(observer: Observer) -> None:
-    class Sleeper(nn.Module):
-        def forward(self, x: Any) -> Any:
-            observer.is_resting = True
-            return x
-
-    x = torch.ones(1)
-    model = nn.Sequential(Sleeper(), nn.Identity())
-    assert model(x) is x
-    assert model(x) is x
-    assert (observer.entered, len(observer.left)) == ([model], 1)
 
 
 @pytest.mark.parametrize("is_recording", [False, True])

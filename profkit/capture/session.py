@@ -210,7 +210,6 @@ class Session:
             self.hooks.clock.start()
         else:
             self.hooks.clock.stop()
-        self.hooks.rest(is_wanted=not wants_phases and self.memory is None)
 
     def _pass(self, number: int) -> None:
         if number <= self._begun:  # the script has shown what its steps are, and counting begins anew

@@ -78,7 +78,6 @@ class Hooked:
             self._hooks.clock.start()
         else:
             self._hooks.clock.stop()
-        self._hooks.rest(is_wanted=not is_kept)
 
     def hooks_failed(self, error: Exception) -> None:
         """End the benchmark: without hooks there is nothing to measure."""

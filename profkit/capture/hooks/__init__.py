@@ -68,7 +68,6 @@ class RangeHooks(Protocol):
     """What opens the ranges of this process."""
 
     is_recording: bool
-    is_resting: bool
     on_thread: Any
     """Its ``ranges`` are those that are open on the thread that looks."""
 

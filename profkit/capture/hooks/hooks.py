@@ -6,9 +6,6 @@ a checkpoint computes again has a range of its own under ``backward``. A phase t
 second range, and a function that it annotates has its backward range as a module has. The hooks change no value and
 keep no tensor; what fails in them ends them, and never reaches the script.
 
-They rest in a step that nobody records or times: then they watch only the script's own ranges and the optimizer's step
-that ends it.
-
 While Dynamo traces they do nothing: of a compiled model the module that was compiled is annotated as a whole, forward
 and backward; what its generated code launches has ranges of its own, which `profkit.capture.compiled` opens.
 """
@@ -131,7 +128,7 @@ class Hooks(RangeObserver):
         self.log = LiveLog()
         runs_for = self._watcher.runs_for if self._watcher.follows_modules else None
         self.on_thread = OpenOnThread(self, runs_for, self.log)
-        self._is_started = self.is_recording = self.is_resting = False
+        self._is_started = self.is_recording = False
         self._nodes = GraphNodes(self, keep_graph, counts_work=counts_work)
         self._replicas: dict[int, Call | None] = {}
         self.steps = StepPolicy(step_on, counts=counts_steps)
@@ -182,7 +179,6 @@ class Hooks(RangeObserver):
     def start(self) -> None:
         """Open ranges from now on, that of the step which is about to begin first."""
         self._is_started = self.is_recording = True
-        self.is_resting = False
 
     def prepare(self) -> None:
         """Name the models that were called so far and make their ranges, before anything records: it takes a while."""
@@ -198,15 +194,6 @@ class Hooks(RangeObserver):
     def capture_runs(self, runs: bool) -> None:
         """Open ranges while a CUDA graph is captured too, mostly before the recording: its replays run no Python."""
         self.is_recording = (runs or self._is_started) and not self.is_over
-        self.is_resting = False
-
-    def rest(self, *, is_wanted: bool) -> None:
-        """Rest in the step that begins, if ``is_wanted`` and if the step's end is seen all the same.
-
-        Not within a call of a module: its end would be seen, but not what runs in it.
-        """
-        may_rest = not self.is_recording and self.on_thread.ranges.root is None
-        self.is_resting = is_wanted and may_rest and self.steps.needs_optimizers_alone
 
     def begin_whole(self) -> None:
         self._shown(self.steps.begin_whole)
@@ -302,18 +289,15 @@ class Hooks(RangeObserver):
 
     @_harmless
     def _data_begins(self) -> None:
-        if not self.is_resting:
-            self._begin_phase(_LOADER, DATA)
-            self.on_thread.ranges.note_opening(None)  # torch's own range, within which no step begins
+        self._begin_phase(_LOADER, DATA)
+        self.on_thread.ranges.note_opening(None)  # torch's own range, within which no step begins
 
     @_harmless
     def _data_ends(self) -> None:
-        opened = self.on_thread.ranges
-        if opened.has(_LOADER):  # else it began at rest
-            self.closing()
-            opened.note_closed()
-            self._end_phase(_LOADER)
-            self._range_closed()
+        self.closing()
+        self.on_thread.ranges.note_closed()
+        self._end_phase(_LOADER)
+        self._range_closed()
 
     @_harmless
     def _shown(self, event: Callable[..., int | None], *what: Any) -> None:
@@ -408,8 +392,6 @@ class Hooks(RangeObserver):
     @_harmless
     def calls_begin(self, models: Sequence[nn.Module], *, has_grad: bool) -> None:
         """Code that was compiled of outermost calls of ``models`` begins to run: nobody sees the calls themselves."""
-        if self.is_resting:
-            return
         self._boundaries.work_begins()
         for model in models[:-1]:
             self._make_boundary(self.steps.call_begins(model))
@@ -426,8 +408,6 @@ class Hooks(RangeObserver):
     @_harmless
     def calls_end(self, models: Sequence[nn.Module]) -> None:
         """That code, for which `calls_begin` was given the same list, has run or raised."""
-        if self.is_resting and not self.on_thread.ranges.has(models):  # it began at rest
-            return
         self._end_phase(models)
         self._watcher.call_ends([])
         self._make_boundary(self.steps.call_ends(models[-1]))
@@ -441,7 +421,7 @@ class Hooks(RangeObserver):
         """Name the replicas' modules as the model's, and note in which call the replicas work."""
         if self.is_recording:
             self.names.name_replicas(model, replicas)
-        self._replicas = {} if self.is_resting else dict.fromkeys(map(id, replicas), self.on_thread.ranges.call)
+        self._replicas = dict.fromkeys(map(id, replicas), self.on_thread.ranges.call)
 
     def _begin_replica(self, opened: OpenRanges, module: nn.Module) -> Call:
         call = ReplicaCall(REPLICA if self.is_recording else None, self._replicas.pop(id(module)), self)
@@ -460,8 +440,6 @@ class Hooks(RangeObserver):
 
     @_harmless
     def _backward_begins(self, key: object, tensors: Any) -> None:
-        if self.is_resting:
-            return
         if self.on_backward is not None:
             self.on_backward()
         opened = self.on_thread.ranges
@@ -488,8 +466,6 @@ class Hooks(RangeObserver):
     @_harmless
     def _backward_ends(self, key: object, gradients: Any) -> None:
         opened = self.on_thread.ranges
-        if self.is_resting and not opened.has(key):  # it began at rest
-            return
         is_within_another = running_graph() != -1
         if is_within_another:
             opened.resume_backward(key)
@@ -546,10 +522,7 @@ class Hooks(RangeObserver):
         if is_well:
             self.optimizers.note_step(optimizer)
             self._watcher.optimizer_ends(optimizer)
-            number = self.steps.optimizer_ends(optimizer)
-            self._make_boundary(number)
-            if self.is_resting and number is None:
-                self.is_resting = self.steps.needs_optimizers_alone
+            self._make_boundary(self.steps.optimizer_ends(optimizer))
 
     def _open_optimizer(self, optimizer: Optimizer, *, is_update: bool) -> None:
         is_wanted, opened = is_update and self.is_recording, self.on_thread.ranges

@@ -72,8 +72,7 @@ class Watcher:
 class CallObserver(RangeHooks, Protocol):
     """Sees each call of a module begin and end, on the thread that makes it. It must not raise.
 
-    While ``is_recording`` is False it sees only the outermost calls. While ``is_resting`` (never
-    while it records) it sees none.
+    While ``is_recording`` is False it sees only the outermost calls.
     """
 
     def enter(
@@ -107,8 +106,8 @@ def _shown_to(observer: CallObserver, plain: Callable[..., Any]) -> Callable[...
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if is_dynamo_tracing():
             return plain(self, *args, **kwargs)
-        opened = None if observer.is_resting else on_thread.ranges
-        if opened is None or (opened.root is not None and not observer.is_recording):
+        opened = on_thread.ranges
+        if opened.root is not None and not observer.is_recording:
             # As torch's own does, in its place: no further frame around each of a model's modules.
             if is_torchs_own and self._compiled_call_impl is None:
                 return self._call_impl(*args, **kwargs)

@@ -53,7 +53,7 @@ class StepPolicy:
         """For which kind, and after how many changes of its round, the names were looked up."""
         self._number = -1
         self._is_settled = False
-        self._is_postponed = self._was_postponed = False
+        self._is_postponed = False
         self._rounds = [Round() for _ in StepKind]
         self._passed: dict[int, tuple[ref[nn.Module], str | None]] = {}
         """Modules, by their ids, whose calls cannot end a step any more, since something stronger does; and the name
@@ -99,15 +99,6 @@ class StepPolicy:
     def what_counts(self) -> tuple[str, tuple[str, ...]] | None:
         """Return the word for what a step is, and the names of what makes it; None before anything has."""
         return None if self._kind is None else (self._kind.word, self._names)
-
-    @property
-    def needs_optimizers_alone(self) -> bool:
-        """Whether the steps are the same if nothing but optimizers' steps is reported until the next one.
-
-        Not where an optimizer works within backward passes, nor where a CUDA graph may be replayed.
-        """
-        is_optimizers = self._is_settled and self._kind is StepKind.OPTIMIZER
-        return is_optimizers and not (self._was_postponed or self.has_captured or self._inside.depth)
 
     @property
     def is_final(self) -> bool:
@@ -210,7 +201,6 @@ class StepPolicy:
         # A step of the script ends with the backward pass that this runs in.
         self._count(StepKind.OPTIMIZER, names[0])
         self._is_postponed = self._is_postponed or self._is_last(StepKind.OPTIMIZER, optimizer, *names)
-        self._was_postponed = True
         return None
 
     def capture_begins(self, graph: Any) -> None:
