@@ -141,10 +141,37 @@ def test_batches_that_came_before_their_turn_and_those_to_be_pinned_are_ready_to
     assert queue_of(SimpleNamespace(**parts, _data_queue=came, _worker_result_queue=came)) == Queue(2, 4, 2)
 
 
+@pytest.mark.parametrize(
+    ("ready", "falls_behind"),
+    [
+        ([8, 7, 6, 5], True),  # nothing new came
+        ([8, 7, 7, 6], True),  # one batch for three
+        ([8, 7, 8, 7], False),  # the workers keep up
+        ([8, 8, 8, 8], False),
+        ([8, 7], False),  # too few steps to tell
+    ],
+)
+def test_workers_that_are_slower_than_the_steps_are_found_before_the_queue_is_empty(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ready: list[int], falls_behind: bool
+) -> None:
+    """The first step took long, so that the queue was full; every step takes a batch, and none has waited."""
+    loading = DataLoading(lambda: None, lambda: None)
+    for one in ready:
+        monkeypatch.setattr(loading, "look", lambda one=one: Queue(4, 8, one))
+        loading._taken = 1
+        loading.step_ended()
+    assert loading.falls_behind == falls_behind
+    assert _drained(tmp_path, loading, waited_ns=0) == (ready[-1] if falls_behind else 0)
+    loading.forget_steps()
+    assert not loading.falls_behind
+    assert loading.batches_per_step == 0
+
+
 class Filled:
     """Stands for the data loaders, after the recorder was started."""
 
     epoch = Epoch()
+    falls_behind = False
 
     def __init__(self, ready: int = 4, batches_per_step: float = 1.0) -> None:
         self._queue = Queue(2, max(4, ready), ready)

@@ -79,7 +79,7 @@ def test_the_rank_that_failed_is_named_and_its_status_passes_through(tmp_path: P
     assert done.returncode == 1
     assert "(rank 1: ValueError: the data of this rank are bad" in done.stderr.splitlines()[-1]
     manifest = manifest_of(tmp_path / "run")
-    assert "rank 1 failed: ValueError: the data of this rank are bad" in manifest["warnings"]
+    assert manifest["reason"].startswith("rank 1: ValueError: the data of this rank are bad")
     assert (manifest["status"], manifest["exit_status"]) == ("failed", 1)
     assert not [path for path in (tmp_path / "run").iterdir() if path.name.startswith(("failed", "partial"))]
 
@@ -89,7 +89,7 @@ def test_a_rank_that_was_killed_is_named(tmp_path: Path, run: Run) -> None:
     done = run("--warmup", "1", "--steps", "9", "--", sys.executable, "killed.py")
     assert done.returncode == 1
     assert "(rank 1: ended by SIGKILL, perhaps because the memory was full" in done.stderr.splitlines()[-1]
-    assert any(line.startswith("rank 1 failed: ended by SIGKILL") for line in manifest_of(tmp_path / "run")["warnings"])
+    assert manifest_of(tmp_path / "run")["reason"].startswith("rank 1: ended by SIGKILL")
 
 
 def test_a_built_in_model_is_trained_by_ddp(tmp_path: Path, forks: Forks) -> None:

@@ -187,13 +187,6 @@ class Outcome:
         more = f" and {len(others) - _MOST_RANKS_NAMED:,} more" if len(others) > _MOST_RANKS_NAMED else ""
         return f"rank {first.rank}: {first.error}" + (f"; then also {then}{more}" if others else "")
 
-    @property
-    def what_failed(self) -> str | None:
-        """Return the target's own error, with the rank if there are several; None if it left none."""
-        ranks = [f"rank {failure.rank}: {failure.error}" for failure in self.failures if failure.rank is not None]
-        alone = [failure.error for failure in self.failures if failure.rank is None]
-        return "; ".join(ranks) or next(iter(alone), None)
-
 
 def command_passes(
     words: Sequence[str], order: Order, allocator: MemoryOptions | None, *, with_memory: bool, with_trace: bool

@@ -238,7 +238,7 @@ class _Recording:
         counted = [outcome for outcome in self._done if all(outcome is not other for other in self._made_anew)]
         reason = last.reason
         if has_failed:
-            reason = last.what_failed or reason
+            reason = last.failed_ranks or next((failure.error for failure in last.failures), reason)
         elif reason is None and len(counted) < len(self.target.passes):
             reason = why_no_step(last.processes, last.order)
         manifest = replace(self.manifest, gpus=describe_gpus(gpus_before, gpus_after))
@@ -260,9 +260,7 @@ class _Recording:
         is_alone = self.manifest.job is None
         judged = [outcome for outcome in counted if is_alone or not are_left_out(outcome.processes)]
         missing = [text for outcome in judged for text in shortfalls(outcome, is_last=outcome is last)]
-        ranks = [failure for failure in last.failures if last.exit_status != 0 and failure.rank is not None]
-        failed = [f"rank {failure.rank} failed: {failure.error}" for failure in ranks]
-        return [*lost_events(self.run), *missing, *failed]
+        return [*lost_events(self.run), *missing]
 
     def _doubts(self, manifest: Manifest) -> list[str]:
         knows_compilations = False

@@ -30,6 +30,9 @@ from profkit.capture.patches import patch
 from profkit.run.manifest import Loading
 from profkit.run.recording import LocalRanks
 
+_FEWEST = 2
+"""How many steps must have ended after the first before anything is said of the workers' pace."""
+
 
 @dataclass(frozen=True)
 class Queue:
@@ -67,6 +70,7 @@ class DataLoading:
         self.epoch = Epoch()
         self._taken = 0
         self._taken_per_step: list[int] = []
+        self._ready: list[int] = []
 
     def install(self) -> None:
         patch("torch.utils.data.dataloader.DataLoader.__iter__", partial(self._around, is_batch=False))
@@ -74,16 +78,27 @@ class DataLoading:
 
     def step_ended(self) -> None:
         self._taken_per_step.append(self._taken)
+        self._ready.append(self.look().ready)
         self._taken = 0
 
     def forget_steps(self) -> None:
         """Something else counts as a step from now on."""
         self._taken_per_step.clear()
+        self._ready.clear()
 
     @property
     def batches_per_step(self) -> float:
         """How many batches of loaders with workers a step took, by the median of the steps so far."""
         return median(self._taken_per_step) if self._taken_per_step else 0
+
+    @property
+    def falls_behind(self) -> bool:
+        """Whether the workers made at most half as many batches as the steps after the first took.
+
+        Such a program will wait for data once the queue is empty, which was full when its first step took long.
+        """
+        taken = sum(self._taken_per_step[1:])
+        return len(self._ready) > _FEWEST and 0 < taken <= 2 * (self._ready[0] - self._ready[-1])
 
     def look(self) -> Queue:
         try:
@@ -182,8 +197,8 @@ class QueueDrain:
     def plan(self, number: int, unprofiled: Sequence[Mapping[str, int]], *, may_drain: bool) -> int:
         """The recorder has been started: return how many of the steps that begin now do not count.
 
-        Where the unprofiled steps waited for data, those do not count that find it ready. All ranks that meet leave out
-        equally many, as many as the one that needs most. All must come here.
+        Where the unprofiled steps waited for data, or will when the queue is empty, those do not count that find it
+        ready. All ranks that meet leave out equally many, as many as the one that needs most. All must come here.
 
         Args:
             may_drain: False where the number of steps that follow is fixed.
@@ -192,7 +207,8 @@ class QueueDrain:
         queue, per_step = self._loading.look(), self._loading.batches_per_step
         step_ns = fmean(step["step_ns"] for step in unprofiled) if unprofiled else 0.0
         waited_ns = fmean(step.get("data_ns", 0) for step in unprofiled) if unprofiled else 0.0
-        needed = math.ceil(queue.ready / per_step) if per_step and waited_ns > _WAITS * step_ns else 0
+        waits = self._loading.falls_behind or waited_ns > _WAITS * step_ns
+        needed = math.ceil(queue.ready / per_step) if per_step and waits else 0
         drained = min(needed, LONGEST_DRAIN, int(LONGEST_DRAIN_NS / step_ns) if step_ns else LONGEST_DRAIN)
         try:
             drained = drained if may_drain else 0

@@ -13,7 +13,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable
 from typing import Any, Protocol
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 from torch import nn
 from torch.fx import GraphModule
@@ -55,9 +55,6 @@ class StepPolicy:
         self._is_settled = False
         self._is_postponed = False
         self._rounds = [Round() for _ in StepKind]
-        self._passed: dict[int, tuple[ref[nn.Module], str | None]] = {}
-        """Modules, by their ids, whose calls cannot end a step any more, since something stronger does; and the name
-        under which their calls are counted, None for a loss."""
         self._functions: dict[str, _Function] = {}
         self._captured: WeakKeyDictionary[Any, StepKind] = WeakKeyDictionary()
         self._capturing: Any = None
@@ -66,7 +63,7 @@ class StepPolicy:
         self._inside = _Inside()
         self._models = Roots()
         self._variables = VariableNames()
-        self._called = _Known()
+        self._called: WeakSet[Any] = WeakSet()
         """The models and optimizers whose names have been looked for."""
         self.seen: Counter[str] = Counter()
         """How often what may make a step has happened: ``backward``, ``optimizer:AdamW``, …"""
@@ -119,8 +116,6 @@ class StepPolicy:
 
     def call_begins(self, module: nn.Module) -> int | None:
         self._inside.depth += 1
-        if id(module) in self._passed:
-            return None
         if is_loss_module(module) or self._inside.depth > 1:
             return self._due(StepKind.CALL, is_boundary=False)
         model = unwrap(module)
@@ -134,17 +129,9 @@ class StepPolicy:
         self._inside.leave()
         if self._inside.depth:
             return None
-        if id(module) in self._passed:
-            name = self._passed[id(module)][1]
-            if name is not None and self._capturing is None:
-                self.seen[name] += 1
+        if is_loss_module(module):
             return None
-        is_loss, model = is_loss_module(module), unwrap(module)
-        if self._is_weaker(StepKind.CALL):
-            key, name = id(module), f"{_kind_of_call(model).word}:{type(model).__name__}"
-            self._passed[key] = ref(module, lambda _: self._passed.pop(key, None)), None if is_loss else name
-        if is_loss:
-            return None
+        model = unwrap(module)
         return self._ends(_kind_of_call(model), model, *self._names_known(model))
 
     def function_begins(self, name: str) -> int | None:
@@ -259,8 +246,7 @@ class StepPolicy:
     def _due(self, kind: StepKind, *, is_boundary: bool) -> int | None:
         if not self._counts or self._capturing is not None:
             return None
-        is_known = kind is self._kind and kind >= StepKind.OPTIMIZER  # nothing forbids it that did not before
-        if is_boundary and (is_known or self._may_count(kind)):
+        if is_boundary and self._may_count(kind):
             if kind is self._kind or (self._is_settled and self._number > 0):
                 self._number += 1
             else:
@@ -351,18 +337,7 @@ def _has_parameters(module: nn.Module) -> bool:
     return has_some
 
 
-class _Known(dict[int, ref[Any]]):
-    """Things that were seen, of which it holds none alive: by their ids, which is far faster than a weak set."""
-
-    def add(self, thing: Any) -> None:
-        key = id(thing)
-        self[key] = ref(thing, lambda _: self.pop(key, None))
-
-    def __contains__(self, thing: object) -> bool:
-        return id(thing) in self.keys()
-
-
-_with_parameters = _Known()
+_with_parameters: WeakSet[nn.Module] = WeakSet()
 """Modules that have parameters: they are asked for several times a step, and looking for one takes long."""
 
 
