@@ -31,9 +31,7 @@ from profkit.run.manifest import Manifest, read_manifest, write_manifest
 from tests.in_process import run_command
 from tests.training_scripts import training
 
-LAUNCH = Launch(
-    123, "triton_poi_fused_gelu_3", False, ("h.0.mlp",), ("model.py:87 forward",), ("aten.gelu",), (118,), 7
-)
+LAUNCH = Launch(123, "triton_poi_fused_gelu_3", False, ("h.0.mlp",), ("model.py:87 forward",), ("aten.gelu",), 7)
 GRAPH = CompiledGraph("3f9a1c22e0", "cxyz", "2.11.0", "Model.forward model.py:20", False, (LAUNCH,))
 
 

@@ -37,8 +37,7 @@ class Programs(NamedTuple):
 
 def _run(forks: Forks, cache: Path, *arguments: str | Path) -> dict[str, Any]:
     command = [sys.executable, str(ROOT / "tests" / "generated_workloads.py"), *map(str, arguments)]
-    caches = {"TORCHINDUCTOR_CACHE_DIR": str(cache), "XDG_CACHE_HOME": str(cache.parent / "home")}
-    with patch.dict(os.environ, caches), TemporaryDirectory() as place:
+    with patch.dict(os.environ, {"TORCHINDUCTOR_CACHE_DIR": str(cache)}), TemporaryDirectory() as place:
         done = forks.run(command, Path(place))
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(done.stdout)
@@ -74,24 +73,6 @@ def test_code_from_a_cache_that_was_filled_without_profkit_has_lines_and_a_reaso
 def _places(case: dict[str, Any]) -> list[LaunchPlace]:
     found = (read_launch_range(stack[-1]) for stack in case["ranges"])
     return [place for place in found if place is not None]
-
-
-def _files(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-
-def test_code_from_such_a_cache_has_its_modules_once_it_was_compiled_with_profkit(
-    programs: Programs, forks: Forks, tmp_path: Path
-) -> None:
-    shutil.copytree(programs.caches[0], tmp_path / "cache")
-    shutil.copytree(programs.caches[1].parent / "home", tmp_path / "home")
-    before = _files(tmp_path)
-    found = _run(forks, tmp_path / "cache", "in place", "hooked", tmp_path / "compiled.jsonl")
-    assert found["failure"] is None
-    assert found["in place"]["losses"] == programs.plain["in place"]["losses"]
-    assert _places(found["in place"]) == _places(programs.hooked["in place"])
-    (tmp_path / "compiled.jsonl").unlink()
-    assert _files(tmp_path) == before, "used as it is"
 
 
 def test_a_cache_that_was_moved_keeps_its_modules(programs: Programs, forks: Forks, tmp_path: Path) -> None:
