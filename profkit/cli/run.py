@@ -84,24 +84,8 @@ def run(
     with_nsys: bool,
     graph_trace: GraphTrace,
     keep_report: bool,
-    lines: bool,
-    warmup: int | None,
-    steps: int,
-    ranks: int,
-    depth: int | None,
-    annotate: bool,
-    flops: bool | None,
-    operators: bool,
-    stop: bool,
-    step_on: str | None,
-    full_ranks: str | None,
-    memory: bool,
-    memory_only: bool,
-    oom: bool,
-    memory_stacks: Stacks,
-    memory_entries: int,
     redact: tuple[str, ...],
-    **model: Any,
+    **options: Any,
 ) -> int:
     """Run TARGET under a profiler and keep what it recorded in a run directory.
 
@@ -119,40 +103,9 @@ def run(
     kind = target_kind(target)
     refuse_options_of_other_kinds(kind)
     nsys = require_nsys(graph_trace, keep_report) if with_nsys else None
-    recorder: Recorder = "nsys" if with_nsys else "kineto"
-    allocator = MemoryOptions(memory_stacks, memory_entries) if memory or memory_only or oom else None
-    warmup_steps = warmup if warmup is not None else COMMAND_WARMUP if kind == "command" else _WARMUP
-    if step_on is not None and parse_option("--step-on", StepChoice.parse, step_on).is_whole:
-        warmup_steps, steps = 0, 1
-        if flops:
-            raise UsageError("--flops counts the step after the recorded ones, and --step-on whole has none")
-    counted: Counted = "plain" if flops is None else "any" if flops else "no"
-    if operators and with_nsys:
-        raise UsageError("--operators: Nsight Systems records no CPU operators; leave --nsys out")
-    if full_ranks is not None:
-        parse_option("--ranks", RankChoice.parse, full_ranks)
-        if with_nsys:
-            raise UsageError("--ranks: Nsight Systems records all ranks of a machine; leave --ranks or --nsys out")
-    reach = BY_TREE if depth is None else depth
-    order = Order(
-        "", recorder, warmup_steps, steps, reach, annotate, stop, step_on, counted, operators, ranks=full_ranks
-    )
-    order = replace(order, lines=lines and kind == "command")
-    if kind == "model":
-        wanted = _model(target[0], recorder, allocator, warmup_steps=warmup_steps, steps=steps, ranks=ranks, **model)
-    else:
-        words = tuple(build_rank_argv(target, ranks)) if ranks > 1 else target
-        with_memory = memory_only or (memory and _finds_gpu(target))
-        with_trace = not memory_only and (memory or not oom or names_recorder())
-        watched = allocator if with_memory or oom else None
-        passes = command_passes(words, order, watched, with_memory=with_memory, with_trace=with_trace)
-        name, title = command_name(words), " ".join(words)
-        if with_nsys and starts_on_all_machines(words):
-            say(_ONE_MACHINE.format(words[0]))
-        wanted = Target(name, title, kind, tuple(passes), _workload(order), argv=words)
-    if kind != "command":
-        require_torch()
-    _say_how_often(wanted, allocator, "Nsight Systems" if with_nsys else "torch.profiler")
+    build = _command if kind == "command" else _model
+    wanted = build(target, "nsys" if with_nsys else "kineto", **options)
+    _say_how_often(wanted, "Nsight Systems" if with_nsys else "torch.profiler")
     recorded = record_run(
         wanted,
         nsys,
@@ -165,6 +118,49 @@ def run(
     return _conclude(recorded, wanted)
 
 
+_COUNTED: dict[bool | None, Counted] = {None: "plain", True: "any", False: "no"}
+"""Whose work is counted, by what ``--flops`` says."""
+
+
+def _command(
+    words: tuple[str, ...],
+    recorder: Recorder,
+    *,
+    warmup: int | None,
+    steps: int,
+    ranks: int,
+    step_on: str | None,
+    flops: bool | None,
+    depth: int | None,
+    full_ranks: str | None,
+    memory_stacks: Stacks,
+    memory_entries: int,
+    **given: Any,
+) -> Target:
+    warmup = COMMAND_WARMUP if warmup is None else warmup
+    if step_on is not None and parse_option("--step-on", StepChoice.parse, step_on).is_whole:
+        warmup, steps = 0, 1
+        if flops:
+            raise UsageError("--flops counts the step after the recorded ones, and --step-on whole has none")
+    if recorder == "nsys" and given["operators"]:
+        raise UsageError("--operators: Nsight Systems records no CPU operators; leave --nsys out")
+    if full_ranks is not None:
+        parse_option("--ranks", RankChoice.parse, full_ranks)
+        if recorder == "nsys":
+            raise UsageError("--ranks: Nsight Systems records all ranks of a machine; leave --ranks or --nsys out")
+    reach = BY_TREE if depth is None else depth
+    order = Order("", recorder, warmup, steps, reach, step_on=step_on, flops=_COUNTED[flops], ranks=full_ranks)
+    order = replace(order, **{name: given[name] for name in ("annotate", "stop", "operators", "lines")})
+    words = tuple(build_rank_argv(words, ranks)) if ranks > 1 else words
+    with_memory = given["memory_only"] or (given["memory"] and _finds_gpu(words))
+    with_trace = not given["memory_only"] and (given["memory"] or not given["oom"] or names_recorder())
+    watched = MemoryOptions(memory_stacks, memory_entries) if with_memory or given["oom"] else None
+    passes = command_passes(words, order, watched, with_memory=with_memory, with_trace=with_trace)
+    if recorder == "nsys" and starts_on_all_machines(words):
+        say(_ONE_MACHINE.format(words[0]))
+    return Target(command_name(words), " ".join(words), "command", tuple(passes), _workload(order), argv=words)
+
+
 def _finds_gpu(target: tuple[str, ...]) -> bool:
     """Return whether the target can use a GPU, as srun's and mpirun's may on another machine; if not, say so."""
     if may_use_cuda(os.environ) or starts_on_all_machines(target):
@@ -174,39 +170,51 @@ def _finds_gpu(target: tuple[str, ...]) -> bool:
 
 
 def _model(
-    target: str,
+    words: tuple[str, ...],
     recorder: Recorder,
-    memory: MemoryOptions | None,
     *,
+    warmup: int | None,
+    steps: int,
     ranks: int,
     contexts: tuple[int, ...],
-    **options: Any,
+    memory: bool,
+    memory_stacks: Stacks,
+    memory_entries: int,
+    **given: Any,
 ) -> Target:
-    preset = parse_target(target)
+    preset = parse_target(words[0])
     if len(contexts) > 1:
-        if ranks > 1:
-            raise UsageError(
-                "--nproc-per-node takes one --context: each would be a separate model; run them one by one"
-            )
-        if memory is not None:
-            raise UsageError("--memory takes one --context: a snapshot holds one; run them one by one")
-        if options["compile_mode"] != "none" and len(contexts) > _COMPILED_CONTEXTS:
-            raise UsageError(
-                f"--compile takes {_COMPILED_CONTEXTS} values of --context at most, as torch.compile does: "
-                f"there are {len(contexts)}"
-            )
-    if memory is not None and options["device"] == "cpu":
+        _refuse_several_contexts(len(contexts), given["compile_mode"], ranks=ranks, memory=memory)
+    if memory and given["device"] == "cpu":
         raise UsageError("--memory records the CUDA allocator, and --device cpu uses none; leave one of them out")
-    training = TrainingOptions(preset, contexts=contexts, **options)
+    training = TrainingOptions(
+        preset,
+        contexts=contexts,
+        warmup_steps=_WARMUP if warmup is None else warmup,
+        steps=steps,
+        **{name: given[name] for name in ("batch", "passes", "dtype", "compile_mode", "seed", "device")},
+    )
     workload = Workload(
         **{name: value for name, value in vars(training).items() if name not in ("contexts", *_OF_PASSES)},
         context=max(contexts),
         contexts=contexts if len(contexts) > 1 else (),
         ranks=ranks,
     )
-    passes = model_passes(training, recorder, memory, ranks=ranks)
+    allocator = MemoryOptions(memory_stacks, memory_entries) if memory else None
+    passes = model_passes(training, recorder, allocator, ranks=ranks)
     sizes = training.preset
-    return Target(target, target, "model", tuple(passes), workload, asdict(sizes), sizes.parameter_count)
+    require_torch()
+    return Target(words[0], words[0], "model", tuple(passes), workload, asdict(sizes), sizes.parameter_count)
+
+
+def _refuse_several_contexts(count: int, compile_mode: str, *, ranks: int, memory: bool) -> None:
+    if ranks > 1:
+        raise UsageError("--nproc-per-node takes one --context: each would be a separate model; run them one by one")
+    if memory:
+        raise UsageError("--memory takes one --context: a snapshot holds one; run them one by one")
+    if compile_mode != "none" and count > _COMPILED_CONTEXTS:
+        most = f"{_COMPILED_CONTEXTS} values of --context at most, as torch.compile does"
+        raise UsageError(f"--compile takes {most}: there are {count}")
 
 
 def _workload(order: Order) -> Workload:
@@ -221,8 +229,8 @@ def _workload(order: Order) -> Workload:
     )
 
 
-def _say_how_often(target: Target, memory: MemoryOptions | None, profiler: str) -> None:
-    if memory is None or len(target.passes) == 1:
+def _say_how_often(target: Target, profiler: str) -> None:
+    if target.passes[0].order.recorder != "memory" or len(target.passes) == 1:
         return
     only = " (--memory-only: only the first)" if target.kind == "command" else ""
     passes = "first for the allocator, then for" if target.kind == "command" else "for the allocator, unprofiled, for"
