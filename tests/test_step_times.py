@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from profkit.analysis.compare.comparison import compare_unprofiled
 from profkit.analysis.time_account.step_times import (
-    PhaseTimes,
     StepTimes,
     read_step_times,
     summarize_samples,
@@ -29,55 +28,12 @@ from tests.golden import check_text
 TIMES = st.lists(st.integers(min_value=0, max_value=10**13), min_size=1, max_size=30)
 
 
-def _steps(*times_ns: int, events: bool = False, **more: int) -> dict[str, Any]:
-    steps = []
-    for time_ns in times_ns:
-        step = {**more, "forward_ns": time_ns // 4, "backward_ns": time_ns // 2, "step_ns": time_ns}
-        if events:
-            step |= {"forward_event_ns": time_ns // 8, "step_event_ns": time_ns // 2}
-        steps.append(step)
-    return {"steps": steps}
+def _steps(*times_ns: int) -> dict[str, Any]:
+    return {"steps": [{"forward_ns": time // 4, "backward_ns": time // 2, "step_ns": time} for time in times_ns]}
 
 
 def _summarize(manifest: dict[str, Any]) -> StepTimes | None:
     return summarize_step_times(decode(Manifest, manifest))
-
-
-def _phases(manifest: dict[str, Any]) -> dict[str, PhaseTimes]:
-    times = _summarize(manifest)
-    return {one.phase: one for one in times.phases}
-
-
-def test_phases_are_in_order_and_the_step_is_last() -> None:
-    phases = _phases({"clean": _steps(400, 440, 800, events=True), "profiled": _steps(480, 520)})
-    assert list(phases) == ["forward", "backward", "step"]
-    step = phases["step"]
-    assert (step.clock, step.clean.median, step.clean.count) == ("wall", 440, 3)
-    assert (step.profiled.median, step.profiled.count) == (500, 2)
-    assert step.cost == pytest.approx(500 / 440 - 1)
-
-
-def test_cuda_events_and_the_hosts_clock_are_both_read() -> None:
-    attached = [{"backward_event_ns": 50, "optimizer_event_ns": 10, "step_ns": 100 + i} for i in range(4)]
-    profiled = [{"backward_event_ns": 60, "optimizer_event_ns": 10, "step_ns": 130}]
-    phases = _phases({"attached": {"steps": attached}, "profiled": {"steps": profiled}})
-    assert {name: (one.clock, one.clean.median) for name, one in phases.items()} == {
-        "backward": ("cuda-events", 50),
-        "optimizer": ("cuda-events", 10),
-        "step": ("wall", 101.5),
-    }
-    assert phases["backward"].cost == pytest.approx(0.2)
-
-
-def test_contexts_are_kept_apart() -> None:
-    clean, profiled = ({"steps": _steps(8, context=4)["steps"] + _steps(80, context=40)["steps"]} for _ in "ab")
-    times = _summarize({"clean": clean, "profiled": profiled})
-    assert [(one.context, one.phase, one.clean.median) for one in times.phases if one.phase != "backward"] == [
-        (4, "forward", 2),
-        (4, "step", 8),
-        (40, "forward", 20),
-        (40, "step", 80),
-    ]
 
 
 def test_they_can_be_read_from_a_run_and_taken_to_pandas(tmp_path: Path) -> None:
@@ -134,24 +90,6 @@ def test_a_wait_that_the_gpu_hides_makes_no_step_longer() -> None:
     assert step.clean.p10 <= step.clean_ns <= step.clean.p90
 
 
-def test_steps_that_wait_for_nothing_keep_their_median() -> None:
-    times = _summarize({"attached": {"steps": [{"data_ns": 0, "step_ns": step} for step in (1, 2, 9)]}})
-    assert [(one.phase, one.clean_ns, one.unprofiled.waits) for one in times.phases] == [
-        ("data", 0, False),
-        ("step", 2, False),
-    ]
-
-
-def test_unprofiled_steps_take_their_own_waits_for_data_not_those_of_recorded_steps() -> None:
-    """The queue was full before the recording: unprofiled steps waited for nothing, recorded ones for 46 on average."""
-    manifest = {
-        "attached": {"steps": [{"data_ns": 0, "step_ns": 2}] * 3},
-        "profiled": {"steps": [{"data_ns": wait, "step_ns": wait + 3} for wait in (92, 0)]},
-    }
-    times = _summarize(manifest)
-    assert [(one.phase, one.clean_ns, one.profiled_ns) for one in times.phases] == [("data", 0, 46), ("step", 2, 49)]
-
-
 # -- as a run shows them ---------------------------------------------------------------------------------------------
 
 
@@ -167,6 +105,7 @@ def _waiting(*steps: tuple[int, int]) -> Samples:
 
 
 BY_EVENTS = Samples(tuple({"forward_event_ns": 3 * MS, "step_ns": ns * MS} for ns in (40, 41)))
+BY_BOTH = Samples(({**_steps(8 * MS)["steps"][0], "forward_event_ns": MS, "step_event_ns": 7 * MS},) * 2)
 OF_A_SCRIPT = tuple({"backward_ns": 5 * MS, "optimizer_ns": MS, "step_ns": (10 + at) * MS} for at in range(5))
 OF_CONTEXTS = Samples((*_samples(1280, context=128).steps, *_samples(10240, context=1024).steps))
 SHOWN = {
@@ -174,6 +113,8 @@ SHOWN = {
         clean=_samples(40, 44, 41, 60), profiled=_samples(60, 62, 70)
     ),
     "phases by CUDA's events": Manifest(clean=BY_EVENTS, profiled=BY_EVENTS),
+    # The host's clock counts; phases stand in the order in which they run.
+    "phases by both clocks": Manifest(clean=BY_BOTH, profiled=BY_BOTH),
     "times of the same process": Manifest(attached=Samples(OF_A_SCRIPT[:4]), profiled=Samples(OF_A_SCRIPT[4:])),
     # A single step has no deviation.
     "contexts": Manifest(clean=OF_CONTEXTS, profiled=OF_CONTEXTS),
