@@ -9,13 +9,12 @@ import json
 import resource
 import subprocess
 import sys
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from profkit import read_trace
@@ -272,46 +271,12 @@ def test_an_annotation_in_which_the_profiler_stopped_ends_with_the_capture(
 # -- how operators nest ----------------------------------------------------------------------------------------------
 
 
-@st.composite
-def nested_operators(draw: st.DrawFn) -> list[tuple[int, int]]:
-    """Return (start, end) of operators that nest, in ns, in any order."""
-
-    def inside(start: int, end: int, depth: int) -> list[tuple[int, int]]:
-        cuts = sorted(draw(st.lists(st.integers(start, end), max_size=6)))
-        found = []
-        for low, high in list(pairwise(cuts))[::2]:
-            found.append((low, high))
-            found += inside(low, high, depth - 1) if depth else []
-        return found
-
-    return draw(st.permutations(inside(1, draw(st.integers(1, 10**6)), 3)))
-
-
 def union_ns(intervals: list[tuple[int, int]]) -> int:
     covered, until = 0, -(10**30)
     for start, end in sorted(intervals):
         covered += max(0, end - max(start, until))
         until = max(until, end)
     return covered
-
-
-@given(st.lists(nested_operators(), min_size=1, max_size=3), st.integers(0, 8 * 10**18 // 10**3))
-@settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
-def test_self_times_sum_to_top_level_time(tmp_path: Path, threads: list[list[tuple[int, int]]], base_us: int) -> None:
-    base_us = base_us // 10**3
-    events = [
-        # As Kineto prints it: microseconds with three decimals, more digits than a double holds.
-        row("cpu_op", "op", f"{base_us + s // 1000}.{s % 1000:03d}", f"{(e - s) // 1000}.{(e - s) % 1000:03d}", TID + t)
-        for t, operators in enumerate(threads)
-        for s, e in operators
-    ]
-    if not any(e > s for operators in threads for s, e in operators):
-        return
-    trace = read(tmp_path, events)
-    assert int(trace.work.duration_ns.sum()) == sum(map(union_ns, threads))
-    assert (trace.work.duration_ns >= 0).all()
-    starts = sorted(base_us * 1000 + s for operators in threads for s, e in operators)
-    assert trace.work.start_ns.tolist() == starts
 
 
 @given(st.lists(st.tuples(st.integers(0, 60), st.integers(0, 30), st.integers(0, 1)), max_size=30))
