@@ -11,7 +11,6 @@ from torch.nn import functional
 
 from profkit import find_datasheet
 from profkit.errors import UsageError
-from recipes.common.measuring import summarize_parts
 from recipes.end_to_end import choose_settings, main
 from recipes.whole_model import measure, training
 from recipes.whole_model.cells import FULL, of_product, work_of
@@ -80,6 +79,10 @@ def test_a_cell_on_the_cpu_has_times_of_every_phase() -> None:
     # By hand: 2 · 10,000 · 128 of the vocabulary, 2 layers of 4 · 128² + 3 · 128 · 512 + 2 · 128, the last gain.
     assert row["parameters"] == 2_560_000 + 2 * (65_536 + 196_608 + 256) + 128
     assert (row["mfu"], row["peak_MiB"], row["compiled_graphs"]) == (None, None, 0)
+    said = "graphs were compiled in the timed steps in 1 of 2 rows: 2 at tiny 16 train fp32 eager, warm-up 1"
+    rows = [{**_cell(), **row}] * 2
+    assert said not in " ".join(remark(rows))
+    assert said in " ".join(remark([rows[0], {**rows[1], "compiled_graphs": 2}]))
 
 
 @pytest.mark.parametrize("passes", ["forward", "train"])
@@ -121,29 +124,3 @@ def test_running_out_of_memory_names_the_phase(
     row: dict[str, Any] = measure.measure_cell(_cell(), "cpu")
     assert (row["status"], row["requested_bytes"]) == (f"OOM({phase})", 2 << 30)
     assert "forward_ms" not in row
-
-
-def _row(changed: dict[str, Any], forward: list[float], backward: list[float]) -> dict[str, Any]:
-    samples = {"forward": forward, "loss": [0.1] * len(forward), "backward": backward}
-    samples["forward_backward"] = [one + 0.1 + two for one, two in zip(forward, backward, strict=True)]
-    samples["step"] = [each + 0.01 for each in samples["forward_backward"]]
-    cell = _cell(**{"passes": "forward-backward", "size": "small", "context": 128, "warmup": 5, **changed})
-    found = {"compiled_graphs": 0, "allocator_retries": 0, **summarize_parts(samples)}
-    return {**cell, "status": "ok", **found}
-
-
-def _clean() -> list[dict[str, Any]]:
-    return [
-        _row({"context": 128}, [10.0, 10.1, 10.2, 10.3], [20.0, 20.3, 20.1, 20.7]),
-        _row({"context": 256}, [21.0, 21.1, 21.2, 21.4], [43.0, 43.3, 43.1, 43.9]),
-        _row({"context": 512}, [45.0, 45.1, 45.2, 45.5], [93.0, 93.3, 93.1, 93.9]),
-    ]
-
-
-def test_compilation_inside_the_timed_steps_is_reported() -> None:
-    rows = _clean()
-    rows[1] |= {"compiled_graphs": 2}
-    (message,) = remark(rows)
-    assert message.endswith(
-        "graphs were compiled in the timed steps in 1 of 3 rows: 2 at small 256 forward-backward fp32 eager, warm-up 5"
-    )
