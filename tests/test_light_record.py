@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from profkit.analysis.ranks.reduce import longer_on_gpu
 from profkit.errors import RunError
 from profkit.names import kind_of_collective
 from profkit.run.light_columns import read_light, read_light_columns
@@ -133,6 +134,41 @@ def test_what_is_damaged_or_of_another_version_is_named(path: Path, old: str, ne
 )
 def test_names_of_torch_and_nccl_become_kinds(name: str, kind: str | None) -> None:
     assert kind_of_collective(name) == kind
+
+
+RECORDED = sorted((Path(__file__).parent / "light_records").glob("*/light*.jsonl"))
+
+
+@pytest.mark.parametrize("path", RECORDED, ids=lambda path: f"{path.parent.name}-{path.stem}")
+def test_what_phases_took_longer_on_the_gpu_is_that_of_each_step(path: Path) -> None:
+    record, columns = read_light(path), read_light_columns(path)
+    parts, times_ns = longer_on_gpu(columns.steps, columns.calls)
+    named = [step for step in record.steps if step.name is not None]
+    assert len(times_ns) == len(named)
+    for number, step in enumerate(named):
+        times = zip(parts, times_ns[number].tolist(), strict=True)
+        found = {phase: time for (_, phase, _), time in times if time}
+        assert found == {phase: time for phase, time in _longer_in(step).items() if time}
+
+
+def _longer_in(step: StepRecord) -> dict[str, float]:
+    """Return what phases of one step took longer on the GPU, phase by phase."""
+    calls = step.collectives
+    times = list(zip(calls.called_ns, calls.start_ns, calls.end_ns, strict=True))
+    timed = [(called, end - start) for called, start, end in times if None not in (called, start, end)]  # type: ignore[operator]
+    left, found = 0, {}
+    counted = set()
+    for name, start, end in step.gpu_phases:
+        host = [(begin, stop) for phase, begin, stop in step.phases if phase == name]
+        if name not in counted:
+            counted.add(name)
+            left += sum(time for called, time in timed for begin, stop in host if begin <= called < stop)  # type: ignore[operator]
+            if not timed and name == "backward":
+                left += sum(time or 0 for time in calls.exposed_ns)
+        on_host = sum(stop - begin for begin, stop in host)
+        found[name] = found.get(name, 0) + max(end - start - left - on_host, 0)
+        left = max(left - (end - start), 0)
+    return {name: float(time) for name, time in found.items()}
 
 
 def test_records_share_the_ranks_of_a_group_that_they_all_name(tmp_path: Path) -> None:

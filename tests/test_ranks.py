@@ -1,13 +1,14 @@
-"""Which process is which rank, how the ranks compare, and figures that are known by another way."""
+"""Which process is which rank, how the ranks compare, and the same figures by plain loops over raw files."""
 
 from __future__ import annotations
 
 import json
 import shutil
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -17,11 +18,19 @@ from profkit.analysis.ranks.members import BY_DEVICE, BY_PID, NAMED, PROVED, fin
 from profkit.errors import UsageError
 from profkit.joining import read_ranks
 from profkit.report.commands.ranks import describe_verdict
+from profkit.run.directory import KINETO_TRACE, LIGHT, name_of_rank
 from profkit.trace.nsys import read_nsys
+from tests import second_method
 from tests.golden import check_transcript
 from tests.kineto_builder import row, written
 from tests.nsys_builder import NsysBuilder
-from tests.rank_builder import BYTES, GEMM, MS, NCCL, WIRE_NS, Delay, Timeline, simulate, write_kineto_run, write_nsys
+from tests.rank_builder import GEMM, MS, NCCL, Delay, simulate, write_kineto_run, write_nsys
+from tests.second_method import Rank
+from tests.training_scripts import training_of_ranks
+
+if TYPE_CHECKING:
+    from tests.forked_scripts import Forks
+
 
 pytestmark = pytest.mark.usefixtures("read_here")
 
@@ -153,69 +162,87 @@ def test_a_run_with_one_trace_per_rank_is_read_as_one(profkit: Run, tmp_path: Pa
     assert (done.returncode, "belongs to the run" in done.stderr) == (2, True)
 
 
-# -- figures that are known -------------------------------------------------------------------------------------------
+# -- the second method -----------------------------------------------------------------------------------------------
 
 
 LIGHT_RECORDS = Path(__file__).parent / "light_records"
 
 DELAYS = [Delay(1, "data", 9 * MS), Delay(2, "forward", 5 * MS, every=2)]
 
+PROGRAM = training_of_ranks(
+    8,
+    """time.sleep(0.02 if distributed.get_rank() == number % 2 else 0)
+distributed.all_gather_into_tensor(torch.empty(4 * distributed.get_world_size()), torch.ones(4))""",
+    before="import time",
+    model="nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), bucket_cap_mb=0.01",
+    batch="torch.randn(4, 64)",
+)
 
-def _assert_true(result: RanksResult, lines: Sequence[Timeline], call_bytes: int | None) -> None:
-    """Compare waits, wire and exposed time with what the simulated ranks did: a reduction ends on all at once."""
-    calls = [[(start, end) for _, start, end, name in line.kernels if name == NCCL] for line in lines]
-    last = [max(start for start, _ in each) for each in zip(*calls, strict=True)]
-    waits = [sum(begin - start for begin, (start, _) in zip(last, mine, strict=True)) for mine in calls]
-    steps, lengths = len(last), [sum(end - start for start, end in mine) for mine in calls]
-    late = [starts.index(max(starts)) for starts in zip(*([start for start, _ in mine] for mine in calls), strict=True)]
-    for number, mine in enumerate(calls):
-        for_each = [0] * len(lines)
-        for rank, begin, (start, _) in zip(late, last, mine, strict=True):
-            for_each[rank] += begin - start
-        assert result.waits_ns[number].tolist() == for_each
-    (row,) = result.groups
-    assert (row.kind, row.count, row.hidden_ns) == ("all_reduce", steps, 0)
-    assert row.byte_count == (None if call_bytes is None else steps * call_bytes)
-    assert (row.wire_ns, row.waiting_ns) == (steps * WIRE_NS, round(sum(waits) / len(lines)))
-    assert row.exposed_ns == round(sum(lengths) / len(lines))
-    for one, mine, waited, length in zip(result.ranks, calls, waits, lengths, strict=True):
-        (began, first_end), *_, (_, last_end) = mine
-        assert one.waiting_ns == round(waited / steps)
-        # Of a rank's own account the first step is none: it lasts from one reduction's end to the next.
-        assert one.exposed_ns == pytest.approx((length - first_end + began) / (steps - 1), abs=1)
-        assert one.step_ns == pytest.approx((last_end - first_end) / (steps - 1), abs=len(one.parts) + 1)
+
+def _assert_equal(result: RanksResult, ranks: list[Rank]) -> None:
+    assert result.waits_ns.tolist() == second_method.sum_waits(ranks)
+    rows = second_method.sum_kinds(ranks)
+    assert sorted(row.kind for row in result.groups) == sorted(rows)
+    for mine in result.groups:
+        theirs = rows[mine.kind]
+        assert mine.count == theirs.count
+        assert theirs.size is None or mine.byte_count == theirs.size
+        assert mine.waiting_ns == pytest.approx(theirs.waiting, abs=1)
+        assert mine.wire_ns in (None, theirs.wire)
+        if mine.hidden_ns is not None and mine.exposed_ns is not None:
+            assert mine.hidden_ns == pytest.approx(theirs.hidden, abs=1)
+            assert mine.exposed_ns == pytest.approx(theirs.exposed, abs=1)
+    for one, rank in zip(result.ranks, ranks, strict=True):
+        assert one.waiting_ns == round(sum(result.waits_ns[result.ranks.index(one)].tolist()) / rank.steps)
+        if one.exposed_ns is not None:
+            step_ns, exposed_ns = second_method.steps_and_exposed(rank)
+            assert one.exposed_ns == pytest.approx(exposed_ns, abs=1)
+            # Its parts are rounded one by one.
+            assert one.step_ns == pytest.approx(step_ns, abs=len(one.parts) + 1)
+
+
+def _raw_kineto(run: Path, count: int) -> list[Rank]:
+    return [second_method.read_kineto(run / name_of_rank(KINETO_TRACE, rank)) for rank in range(count)]
+
+
+def _raw_light(run: Path, count: int) -> list[Rank]:
+    return [second_method.read_light(run / name_of_rank(LIGHT, rank)) for rank in range(count)]
 
 
 @pytest.mark.parametrize("count", [2, 3, 4])
-def test_simulated_ranks_wait_as_they_did_by_both_profilers(tmp_path: Path, count: int) -> None:
+def test_traces_of_torch_profiler_and_reports_of_nsys(tmp_path: Path, count: int) -> None:
     lines = simulate(count, 6, [one for one in DELAYS if one.rank < count])
-    _assert_true(read_ranks(write_kineto_run(tmp_path / "run", lines, shift_ns=10**9)), lines, BYTES)
-    _assert_true(read_ranks(write_nsys(tmp_path / "trace.sqlite", lines)), lines, None)
+    run = write_kineto_run(tmp_path / "run", lines, shift_ns=10**9)
+    _assert_equal(read_ranks(run), _raw_kineto(run, count))
+    report = write_nsys(tmp_path / "trace.sqlite", lines)
+    _assert_equal(read_ranks(report), second_method.read_nsys(report))
 
 
-def test_a_real_report_of_two_gpus_has_its_known_figures(captures: Path) -> None:
-    """Worked out by plain loops over its rows; where kernels ran beside a collective that is hidden."""
-    result = read_ranks(captures / "ddp.nsys2025.sqlite")
-    (row,) = result.groups
-    times = {"wire_ns": 4_621_405, "hidden_ns": 23_109_390, "exposed_ns": 7_171_442, "waiting_ns": 25_659_427}
-    assert (row.kind, row.count) == ("all_reduce", 36)
-    assert {name: getattr(row, name) for name in times} == times
-    assert [(one.waiting_ns, one.exposed_ns) for one in result.ranks] == [(25_659_427, 6_357_139), (0, 814_304)]
-    assert [one.step_ns for one in result.ranks] == pytest.approx([44_579_317, 44_576_232], abs=5)
-    assert result.waits_ns.tolist() == [[0, 51_318_854], [0, 0]]
+def test_a_real_report_of_two_gpus(captures: Path) -> None:
+    report = captures / "ddp.nsys2025.sqlite"
+    result = read_ranks(report)
+    assert sum(row.count for row in result.groups) == 36
+    assert result.waits_ns.any()
+    _assert_equal(result, second_method.read_nsys(report))
 
 
-def test_what_only_one_rank_recorded_before_its_first_step_moves_no_collective(tmp_path: Path) -> None:
-    """Neither numbers its collectives: they are counted from the first step on. The ranks are late by turns."""
-    lines = simulate(2, 6, [Delay(1, "data", 10 * MS, every=2), Delay(0, "data", 10 * MS, every=2, first=1)])
-    lines[1].kernels.insert(0, (100_000, 110_000, 400_000, NCCL))
-    result = read_ranks(write_nsys(tmp_path / "trace.sqlite", lines))
-    assert [round((one.waiting_ns or 0) / MS) for one in result.ranks] == [5, 5]
+@pytest.mark.parametrize("name", ["ddp-data", "ddp-backward", "ddp-none", "fsdp2-before-forward"])
+def test_real_light_records_of_two_gpus(name: str) -> None:
+    result = read_ranks(LIGHT_RECORDS / name)
+    assert result.waits_ns.any()
+    _assert_equal(result, _raw_light(LIGHT_RECORDS / name, 2))
 
 
-def test_real_light_records_of_two_gpus_have_their_known_figures() -> None:
-    """Worked out by plain loops over their lines: waits, and what phases took longer on the GPU than on the host."""
-    in_full = ("ddp-backward", "fsdp2-before-forward")
-    calls = [("ranks", LIGHT_RECORDS / name, "--format", "json") for name in in_full]
-    others = sorted(path for path in LIGHT_RECORDS.iterdir() if path.name not in in_full)
-    check_transcript("ranks-recorded", [*calls, *(("ranks", path, "--format", "csv") for path in others)])
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [2, 4])
+def test_recordings_of_gloo(tmp_path: Path, forks: Forks, count: int) -> None:
+    run = forks.record_ranks(tmp_path, PROGRAM, count, "--kineto", "--warmup", "2", "--steps", "4")
+    result = read_ranks(run)
+    assert {row.kind for row in result.groups} == {"all_reduce", "all_gather"}
+    _assert_equal(result, _raw_kineto(run, count))
+    for path in run.glob("trace*"):
+        path.unlink()
+    result = read_ranks(run)
+    assert {row.source for row in result.ranks} == {"light"}
+    _assert_equal(result, _raw_light(run, count))
+    shutil.rmtree(run)
