@@ -24,6 +24,7 @@ from profkit.capture.steps.data_loading import (  # noqa: E402
     Queue,
     QueueDrain,
     count_batches,
+    count_steps_to_drain,
     queue_of,
 )
 from profkit.launch.manifest import warn_of_full_queue, warn_of_gain, warn_of_times  # noqa: E402
@@ -94,6 +95,54 @@ for number, (inputs, targets) in enumerate(batches):
     optimizer.step()
 """
 
+EMPTY, FULL = Queue(2, 4, 0), Queue(2, 4, 4)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "per_step", "waits", "steps"),
+    [
+        (EMPTY, FULL, 1, True, 4),
+        (EMPTY, FULL, 3, True, 2),
+        (EMPTY, FULL, 0.5, True, 8),
+        (EMPTY, FULL, 1, False, 4),  # too few steps to have waited yet, but the loader hardly keeps up
+        (Queue(2, 4, 3), FULL, 1, False, 0),  # data are ready anyway
+        (Queue(8, 8, 6), Queue(8, 8, 8), 1, True, 8),  # just after a burst
+        (EMPTY, Queue(2, 4, 1), 1, True, 0),  # the recorder started at once
+        (Queue(2, 4, None), Queue(2, 4, None), 1, True, 4),
+        (Queue(2, 4, None), Queue(2, 4, None), 1, False, 0),
+        (EMPTY, FULL, 0, True, 0),  # the steps take no batches of it
+        (Queue(), Queue(), 1, True, 0),  # no workers
+    ],
+)
+def test_only_a_queue_that_filled_during_the_start_must_drain(
+    before: Queue, after: Queue, per_step: float, waits: bool, steps: int
+) -> None:
+    assert count_steps_to_drain(before, after, per_step, usually_waits=waits, keeps_full=False) == steps
+
+
+@pytest.mark.parametrize(
+    ("keeps_full", "waits", "steps"),
+    [
+        (False, False, 16),  # a burst came lately; the batches of the first step's time are still there
+        (True, False, 0),
+        (True, True, 16),
+    ],
+)
+def test_a_queue_that_filled_during_the_first_step_must_drain_too(keeps_full: bool, waits: bool, steps: int) -> None:
+    before, after = Queue(8, 16, 11, is_young=True), Queue(8, 16, 11, is_young=True)
+    assert count_steps_to_drain(before, after, 1, usually_waits=waits, keeps_full=keeps_full) == steps
+
+
+@pytest.mark.parametrize(("ready", "keeps_full"), [([8, 7, 6, 8], True), ([8, 5, 8, 8], False), ([None, None], True)])
+def test_whether_the_queue_kept_full_is_seen_at_every_step(
+    monkeypatch: pytest.MonkeyPatch, ready: list[int | None], keeps_full: bool
+) -> None:
+    loading = DataLoading(lambda: None, lambda: None)
+    for one in ready:
+        monkeypatch.setattr(loading, "look", lambda one=one: Queue(4, 8, one))
+        loading.step_ended()
+    assert loading.keeps_full == keeps_full
+
 
 class Numbers(Dataset):  # type: ignore[type-arg]
     def __len__(self) -> int:
@@ -117,7 +166,7 @@ def test_the_queue_of_a_loader_in_use_is_known(monkeypatch: pytest.MonkeyPatch) 
     deadline = time.monotonic() + 60
     while loading.look().ready != 3 and time.monotonic() < deadline:
         time.sleep(0.001)
-    assert loading.look() == Queue(1, 3, 3)
+    assert loading.look() == Queue(1, 3, 3, is_young=True)
     assert loading.batches_per_step == 1
     assert loading.epoch.batches == 8
     assert loading.epoch.start_ns > 0
@@ -136,7 +185,7 @@ def test_batches_that_came_before_their_turn_and_those_to_be_pinned_are_ready_to
     """Of 4 batches one is held back, one lies in the workers' queue, one is pinned; the last is on its way."""
     came, pinned = SimpleNamespace(qsize=lambda: 1), SimpleNamespace(qsize=lambda: 1)
     tasks = {5: (0,), 6: (1, "data")}
-    parts = {"_num_workers": 2, "_prefetch_factor": 2, "_tasks_outstanding": 3, "_task_info": tasks}
+    parts = {"_num_workers": 2, "_prefetch_factor": 2, "_tasks_outstanding": 3, "_task_info": tasks, "_rcvd_idx": 6}
     assert queue_of(SimpleNamespace(**parts, _data_queue=pinned, _worker_result_queue=came)) == Queue(2, 4, 3)
     assert queue_of(SimpleNamespace(**parts, _data_queue=came, _worker_result_queue=came)) == Queue(2, 4, 2)
 
@@ -149,77 +198,52 @@ def test_batches_that_came_before_their_turn_and_those_to_be_pinned_are_ready_to
         ([8, 7, 8, 7], False),  # the workers keep up
         ([8, 8, 8, 8], False),
         ([8, 7], False),  # too few steps to tell
+        ([8, None, None, None], False),
     ],
 )
 def test_workers_that_are_slower_than_the_steps_are_found_before_the_queue_is_empty(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ready: list[int], falls_behind: bool
+    monkeypatch: pytest.MonkeyPatch, ready: list[int | None], falls_behind: bool
 ) -> None:
-    """The first step took long, so that the queue was full; every step takes a batch, and none has waited."""
+    """The first step took long, so that the queue was full; every step takes a batch."""
     loading = DataLoading(lambda: None, lambda: None)
     for one in ready:
         monkeypatch.setattr(loading, "look", lambda one=one: Queue(4, 8, one))
         loading._taken = 1
         loading.step_ended()
     assert loading.falls_behind == falls_behind
-    assert _drained(tmp_path, loading, waited_ns=0) == (ready[-1] if falls_behind else 0)
     loading.forget_steps()
     assert not loading.falls_behind
     assert loading.batches_per_step == 0
 
 
 class Filled:
-    """Stands for the data loaders, after the recorder was started."""
+    """Stands for the data loaders: a queue that is empty at the first look and full at the next."""
 
+    batches_per_step = 1.0
+    falls_behind = keeps_full = False
     epoch = Epoch()
-    falls_behind = False
 
-    def __init__(self, ready: int = 4, batches_per_step: float = 1.0) -> None:
-        self._queue = Queue(2, max(4, ready), ready)
-        self.batches_per_step = batches_per_step
+    def __init__(self, capacity: int = 4) -> None:
+        self._queues = iter((Queue(2, capacity, 0), Queue(2, capacity, capacity)))
 
     def look(self) -> Queue:
-        return self._queue
+        return next(self._queues)
 
     def step_ended(self) -> None:
         pass
 
 
-def _drained(
-    folder: Path, loading: Any, step_ns: int = 1_000, *, waited_ns: int | None = None, may_drain: bool = True
-) -> int:
+def _drained(folder: Path, loading: Any, step_ns: int, *, may_drain: bool = True) -> int:
     drain = QueueDrain(folder, loading)
-    drain.begin()
-    waited_ns = step_ns // 2 if waited_ns is None else waited_ns
-    return drain.plan(5, [{"step_ns": step_ns, "data_ns": waited_ns}], may_drain=may_drain)
-
-
-@pytest.mark.parametrize(
-    ("ready", "per_step", "waited_ns", "steps"),
-    [
-        (4, 1, 500, 4),
-        (4, 3, 500, 2),
-        (4, 0.5, 500, 8),
-        (1, 1, 500, 1),  # the recorder started at once
-        (4, 1, 50, 0),  # data are ready anyway
-        (4, 0, 500, 0),  # the steps take no batches of it
-        (0, 1, 500, 0),
-    ],
-)
-def test_steps_of_a_program_that_waits_do_not_count_where_they_find_their_data_ready(
-    tmp_path: Path, ready: int, per_step: float, waited_ns: int, steps: int
-) -> None:
-    assert _drained(tmp_path, Filled(ready, per_step), waited_ns=waited_ns) == steps
+    drain.look()
+    return drain.plan(5, [{"step_ns": step_ns, "data_ns": step_ns // 2}], may_drain=may_drain)
 
 
 def test_a_drain_is_bounded_by_steps_and_by_time(tmp_path: Path) -> None:
+    assert _drained(tmp_path, Filled(), 1_000) == 4
     assert _drained(tmp_path, Filled(1_000), 1_000) == LONGEST_DRAIN
     assert _drained(tmp_path, Filled(1_000), 10_000_000_000) == 3
     assert _drained(tmp_path, Filled(), 1_000, may_drain=False) == 0
-
-
-class Waited(QueueDrain):
-    def plan(self, number: int, _unprofiled: Any, *, may_drain: bool) -> int:
-        return super().plan(number, [{"step_ns": 1_000, "data_ns": 500}], may_drain=may_drain)
 
 
 @pytest.mark.parametrize(
@@ -230,7 +254,7 @@ def test_a_session_records_so_many_steps_more(tmp_path: Path, made: int, counted
     """Two warm-up steps, four that drain the queue, three that count. A script that ends sooner keeps what it made."""
     session = Session(Order(str(tmp_path), "kineto", 2, 3, annotate=False))
     session.hooks.loading = Filled()  # type: ignore[assignment]
-    session._drain = Waited(tmp_path, session.hooks.loading)
+    session._drain = QueueDrain(tmp_path, session.hooks.loading)
     for number in range(made + 1):
         session.boundary(number)
     session.end()

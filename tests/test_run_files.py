@@ -69,7 +69,7 @@ def _write(path: Path, content: Any) -> Path:
 def test_work_that_is_written_comes_back(tmp_path: Path) -> None:
     work = read_work(_write(tmp_path / "work.json", WORK))
     assert (work.source, work.dtype, work.model_flops, work.missing) == ("counted", "bf16", 300, ("aten::made_up",))
-    layer = RangeWork(("forward", "layer 0"), 100, 7, 400, {"bf16": 90, "fp32": 10}, 2, True, 30)
+    layer = RangeWork(("forward", "layer 0"), 100, 7, 60, 400, {"bf16": 90, "fp32": 10}, 2, True, 30)
     assert work == RunWork(1, "counted", "bf16", (layer,), 300, ("aten::made_up",))
     assert (work.find(("forward", "layer 0")), work.find(("forward",))) == (layer, None)
     write_record(tmp_path / "again.json", work)

@@ -232,7 +232,7 @@ class Session:
             self._wait_a_step()
         elif number == self._first:
             self._samples.begin("profiled")
-            self._drain.begin()
+            self._drain.look()
             self._begin_recording()
             if self._recorder.is_on or not self._is_chosen:
                 self._leave_out_first_steps()

@@ -8,7 +8,7 @@ Starting a recorder changes the queue of a data loader, and some steps are left 
 with workers runs ahead of the program, by a queue of at most prefetch factor × workers batches. Starting a recorder
 holds the program for a second or so. Where the program usually waits for data, the queue is nearly empty before that
 and full afterwards: the next steps find their data ready, and look faster than all others (2.4 ms for 48 ms). So the
-steps that take what is ready then do not count, although the recorder sees them: whoever reads the run leaves them out.
+steps that empty a full queue once do not count, although the recorder sees them: whoever reads the run leaves them out.
 """
 
 from __future__ import annotations
@@ -33,14 +33,27 @@ from profkit.run.recording import LocalRanks
 _FEWEST = 2
 """How many steps must have ended after the first before anything is said of the workers' pace."""
 
+_NEARLY = 0.75
+"""A queue with this share of its batches ready is nearly full: the workers refill it as fast as it is emptied."""
+
 
 @dataclass(frozen=True)
 class Queue:
-    """The batches of loaders with workers that are on their way: ``ready`` of at most ``capacity`` batches."""
+    """The batches of loaders with workers that are on their way: ``ready`` of at most ``capacity`` batches.
+
+    ``ready`` is None where it is not known: macOS does not tell. A queue ``is_young`` until the program has taken as
+    many batches as it held at first and as all workers then make at once: they were made while nothing was taken, so
+    they do not show how fast the workers are.
+    """
 
     workers: int = 0
     capacity: int = 0
-    ready: int = 0
+    ready: int | None = 0
+    is_young: bool = False
+
+    def is_filled_to(self, share: float) -> bool:
+        """Return whether at least this share of the queue is ready; True where that is not known."""
+        return self.ready is None or self.ready >= share * self.capacity
 
 
 @dataclass(frozen=True)
@@ -70,7 +83,7 @@ class DataLoading:
         self.epoch = Epoch()
         self._taken = 0
         self._taken_per_step: list[int] = []
-        self._ready: list[int] = []
+        self._queues: list[Queue] = []
 
     def install(self) -> None:
         patch("torch.utils.data.dataloader.DataLoader.__iter__", partial(self._around, is_batch=False))
@@ -78,13 +91,13 @@ class DataLoading:
 
     def step_ended(self) -> None:
         self._taken_per_step.append(self._taken)
-        self._ready.append(self.look().ready)
+        self._queues.append(self.look())
         self._taken = 0
 
     def forget_steps(self) -> None:
         """Something else counts as a step from now on."""
         self._taken_per_step.clear()
-        self._ready.clear()
+        self._queues.clear()
 
     @property
     def batches_per_step(self) -> float:
@@ -97,19 +110,28 @@ class DataLoading:
 
         Such a program will wait for data once the queue is empty, which was full when its first step took long.
         """
+        if len(self._queues) <= _FEWEST:
+            return False
+        first, last = self._queues[0].ready, self._queues[-1].ready
         taken = sum(self._taken_per_step[1:])
-        return len(self._ready) > _FEWEST and 0 < taken <= 2 * (self._ready[0] - self._ready[-1])
+        return first is not None and last is not None and 0 < taken <= 2 * (first - last)
+
+    @property
+    def keeps_full(self) -> bool:
+        return all(queue.is_filled_to(_NEARLY) for queue in self._queues)
 
     def look(self) -> Queue:
         try:
             queues = [queue_of(iterator) for iterator in list(self._iterators)]
         except (AttributeError, TypeError, OSError, RuntimeError, ValueError):
             # Torch does not say it under these names, or another thread begins or ends an epoch at this moment.
-            return Queue()
+            return Queue(ready=None)
+        ready = [queue.ready for queue in queues if queue.ready is not None]
         return Queue(
             sum(queue.workers for queue in queues),
             sum(queue.capacity for queue in queues),
-            sum(queue.ready for queue in queues),
+            sum(ready) if len(ready) == len(queues) else None,
+            any(queue.is_young for queue in queues),
         )
 
     def _around(self, method: Callable[[Any], Any], *, is_batch: bool) -> Callable[[Any], Any]:
@@ -164,9 +186,13 @@ def queue_of(iterator: Any) -> Queue:
     capacity = min(workers * iterator._prefetch_factor, iterator._tasks_outstanding + held)
     if not capacity:
         return Queue()
+    is_young = iterator._rcvd_idx < workers * (iterator._prefetch_factor + 1)
     queues = {id(queue): queue for queue in (iterator._data_queue, iterator._worker_result_queue)}
-    ready = held + sum(queue.qsize() for queue in queues.values())
-    return Queue(workers, capacity, min(ready, capacity))
+    try:
+        ready = held + sum(queue.qsize() for queue in queues.values())
+    except NotImplementedError:  # macOS cannot count what waits in a queue
+        return Queue(workers, capacity, None, is_young)
+    return Queue(workers, capacity, min(ready, capacity), is_young)
 
 
 LONGEST_DRAIN = 64
@@ -174,12 +200,14 @@ LONGEST_DRAIN = 64
 LONGEST_DRAIN_NS = 30_000_000_000
 """The most time that the steps left out may take without a profiler."""
 
+_HALF = 0.5
+"""A queue with this share of its batches ready was not short of data."""
 _WAITS = 0.1
 """A loop that waits for data for this share of its steps' time is limited by data, at least in part."""
 
 
 class QueueDrain:
-    """Looks at the queue once the recorder has started, and says how many steps do not count.
+    """Looks at the queue before the recorder is started and after it, and says how many steps do not count.
 
     ``run`` is where this machine's ranks meet, None where each one records by itself.
     """
@@ -187,28 +215,30 @@ class QueueDrain:
     def __init__(self, run: Path | None, loading: DataLoading) -> None:
         self._run = run
         self._loading = loading
+        self._before = Queue()
         self._began_ns = 0
         self._found: Loading | None = None
 
-    def begin(self) -> None:
-        """The recorder is about to start."""
+    def look(self) -> None:
+        self._before = self._loading.look()
         self._began_ns = perf_counter_ns()
 
     def plan(self, number: int, unprofiled: Sequence[Mapping[str, int]], *, may_drain: bool) -> int:
         """The recorder has been started: return how many of the steps that begin now do not count.
 
-        Where the unprofiled steps waited for data, or will when the queue is empty, those do not count that find it
-        ready. All ranks that meet leave out equally many, as many as the one that needs most. All must come here.
+        All ranks that meet leave out equally many, as many as the one that needs most. All must come here.
 
         Args:
             may_drain: False where the number of steps that follow is fixed.
         """
         start_ns = perf_counter_ns() - self._began_ns
-        queue, per_step = self._loading.look(), self._loading.batches_per_step
+        after, per_step = self._loading.look(), self._loading.batches_per_step
         step_ns = fmean(step["step_ns"] for step in unprofiled) if unprofiled else 0.0
         waited_ns = fmean(step.get("data_ns", 0) for step in unprofiled) if unprofiled else 0.0
-        waits = self._loading.falls_behind or waited_ns > _WAITS * step_ns
-        needed = math.ceil(queue.ready / per_step) if per_step and waits else 0
+        usually_waits = self._loading.falls_behind or waited_ns > _WAITS * step_ns
+        needed = count_steps_to_drain(
+            self._before, after, per_step, usually_waits=usually_waits, keeps_full=self._loading.keeps_full
+        )
         drained = min(needed, LONGEST_DRAIN, int(LONGEST_DRAIN_NS / step_ns) if step_ns else LONGEST_DRAIN)
         try:
             drained = drained if may_drain else 0
@@ -216,10 +246,10 @@ class QueueDrain:
                 drained = LocalRanks(self._run).agree("drain", drained)
         except OSError:  # a full disk
             drained = 0
-        if queue.workers or drained:
+        if after.workers or drained:
             self._found = Loading(
-                workers=queue.workers,
-                queue_batches=queue.capacity,
+                workers=after.workers,
+                queue_batches=after.capacity,
                 batches_per_step=per_step,
                 start_ns=start_ns,
                 needed_steps=needed,
@@ -238,3 +268,25 @@ class QueueDrain:
         if self._found is None or recorded > self._found.drained_steps:
             return self._found
         return replace(self._found, drained_steps=0)
+
+
+def count_steps_to_drain(
+    before: Queue, after: Queue, batches_per_step: float, *, usually_waits: bool, keeps_full: bool
+) -> int:
+    """Return how many steps empty a full queue, if it was filled only while the recorder's start held the program up.
+
+    Where the workers keep the queue full, data are ready anyway, unless the program usually waits.
+
+    Args:
+        usually_waits: the unprofiled steps waited for data, or will when the queue is empty.
+        keeps_full: the queue was nearly full at the end of every step before.
+    """
+    if not after.capacity or not batches_per_step:
+        return 0
+    is_ahead = keeps_full if after.is_young else before.is_filled_to(_HALF)
+    if is_ahead and not usually_waits:
+        return 0
+    filled = None if before.ready is None or after.ready is None else after.ready - before.ready
+    if not after.is_young and filled is not None and filled <= batches_per_step:
+        return 0
+    return math.ceil(after.capacity / batches_per_step)
