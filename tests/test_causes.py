@@ -556,6 +556,7 @@ NEARLY: list[Case] = [
     # Each takes as long for its batches as four steps.
     ("loader", *with_workers(0, 64, 20 * MS, launch(NVJET, 5 * MS), wait)),
     ("padding", *padded(950)),
+    ("padding", padded(0)[0], works(padding={"positions": 0, "in_longest": 0, "used": 0})),
     # The CPUs have no room for more workers.
     ("loader", *with_workers(3 * MS, 4, 20 * MS)),
     ("loader", *with_workers(3 * MS, 8, 40 * MS)),

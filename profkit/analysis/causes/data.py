@@ -148,7 +148,7 @@ def describe_padding(evidence: Evidence) -> Cause | None:
     """Return the cause that much of what is computed is padding, without what the step is without it; None if not."""
     run = evidence.capture.run
     padding = None if run is None or run.work is None else run.work.padding
-    if padding is None or padding.in_longest > (1 - _LEAST_PADDING) * padding.positions:
+    if padding is None or padding.in_longest >= (1 - _LEAST_PADDING) * padding.positions:
         return None
     share = 1 - padding.in_longest / padding.positions
     return Cause(
