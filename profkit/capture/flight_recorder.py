@@ -14,13 +14,16 @@ import os
 import pickle
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from operator import attrgetter
 from time import time_ns
 from typing import Any, NamedTuple, cast
+from weakref import WeakSet
 
 import torch
 from torch import distributed
 
+from profkit.capture.patches import Function, patch
 from profkit.files import collector_off
 from profkit.names import C10_DTYPES, kind_of_collective, name_dtype
 from profkit.run.light_record import Group
@@ -39,7 +42,7 @@ _COUNT = "In msg nelems", "Out msg nelems"
 
 _LARGER_OUTPUT = ("all_gather", "gather")
 _MESH = "mesh_"
-_UNNAMED = ("", "default", "dim_0", "dim_1", "dim_2", "dim_3")
+_UNNAMED = ("default", "dim_0", "dim_1", "dim_2", "dim_3")
 
 
 def turn_on() -> None:
@@ -77,6 +80,7 @@ class FlightRecorder:
     """The flight recorder of this process: of NCCL's collectives if there is one, else of gloo's."""
 
     def __init__(self) -> None:
+        self._meshes: WeakSet[Any] = WeakSet()
         self._described: dict[str, str] = {}
         self._backends: dict[str, str] = {}
         self._ranks: dict[str, tuple[int, ...]] = {}
@@ -86,6 +90,20 @@ class FlightRecorder:
         self._called_ns = 0
         self._dropped: list[tuple[int, int]] = []
         """Spans of time in which collectives were called that it no longer held when it was read."""
+
+    def watch_meshes(self) -> None:
+        """Note each device mesh that is made: it names groups by their dimension."""
+        meshes = self._meshes
+
+        def wrap(made: Function) -> Function:
+            def noted(mesh: Any, *args: Any, **kwargs: Any) -> None:
+                made(mesh, *args, **kwargs)
+                with suppress(Exception):
+                    meshes.add(mesh)
+
+            return noted
+
+        patch("torch.distributed.device_mesh.DeviceMesh.__init__", wrap, stays=True)
 
     def look(self) -> None:
         unsettled = next(
@@ -127,15 +145,13 @@ class FlightRecorder:
         self._dropped = [(first, last) for first, last in self._dropped if last >= time_ns]
 
     def group(self, name: str, number: int) -> Group:
-        """Return a group that collectives named, with its ranks and its dimension in a device mesh.
-
-        A mesh describes its groups so since torch 2.5.
-        """
+        """Return a group that collectives named, with its ranks and its dimension in a device mesh."""
         self.note_groups()
         ranks = self._ranks.get(name) or tuple(range(distributed.get_world_size() if several_ranks() else 0))
         said = self._described.get(name, "")
         said = said.removeprefix(_MESH) if said.startswith(_MESH) else ""
-        return Group(number, name, ranks, said if said not in _UNNAMED else None, self._backends.get(name))
+        dimension = self._dimensions().get(name) or (said if said not in _UNNAMED else "")
+        return Group(number, name, ranks, dimension or None, self._backends.get(name))
 
     def note_groups(self) -> None:
         """Note which ranks each group has, while torch knows: it forgets a group that is destroyed."""
@@ -173,6 +189,15 @@ class FlightRecorder:
                 duration_ns=None if duration_ms is None else round(duration_ms * 1_000_000),
                 is_settled=bool(entry.get("retired")),
             )
+
+    def _dimensions(self) -> dict[str, str]:
+        """Return group → the name of its dimension; of a group in several meshes the name in the first."""
+        dimensions: dict[str, str] = {}
+        for mesh in list(self._meshes):
+            for dimension in getattr(mesh, "mesh_dim_names", None) or ():
+                with suppress(Exception):  # a mesh without groups, or of another world
+                    dimensions.setdefault(mesh.get_group(dimension).group_name, dimension)
+        return dimensions
 
 
 _called = attrgetter("called_ns")

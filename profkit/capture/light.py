@@ -132,6 +132,7 @@ class LightRecorder:
     def begin(self) -> None:
         """Prepare for process groups that the script will make."""
         turn_on()
+        self._flight.watch_meshes()
         self._settle_before_groups_end()
 
     def step_ended(self, spans: list[Span]) -> None:

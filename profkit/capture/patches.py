@@ -56,6 +56,7 @@ REASONS = {
     "torch.cuda.nvtx.range_pop": "the script's own ranges close",
     "torch.cuda.nvtx.range_push": "they open",
     "torch.distributed.destroy_process_group": "torch forgets the collectives of a group that is destroyed",
+    "torch.distributed.device_mesh.DeviceMesh.__init__": "a mesh names groups by their dimension",
     "torch.nn.DataParallel.parallel_apply": "replicas work for a call on other threads",
     "torch.nn.Module.__call__": "calls of modules begin and end",
     "torch.nn.Module.__init_subclass__": "classes that can generate are made",
