@@ -6,7 +6,6 @@ import json
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -49,11 +48,8 @@ def test_every_variant_of_a_plain_program_runs_and_its_steps_are_timed(
     assert all(min(each) > 0 for each in times)
 
 
-def test_a_job_of_several_ranks_measures_its_own_steps(
-    forks: Forks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    start = SimpleNamespace(run=lambda words, **_: forks.check(words, tmp_path), DEVNULL=None)
-    monkeypatch.setattr(record_faults, "subprocess", start)
+@pytest.mark.slow
+def test_a_job_of_several_ranks_measures_its_own_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(record_faults, "RANKS", 2)
     assert min(record_faults.measure_parallel(["late-python"], tiny=True)) > 0
 
