@@ -60,7 +60,7 @@ def _falling_behind(evidence: Evidence) -> Iterator[Cause]:
         yield replace(
             cause,
             cause=f"{name_workers(facts.workers)} of the DataLoader make a batch every {every_ns / 1e6:.3g} ms",
-            detail=f", and a step takes {evidence.now_ns / 1e6:.3g} only until their queue is empty",
+            detail=f", and a step takes {evidence.now_ns / 1e6:.3g} ms only until their queue is empty",
             answer=evidence.typical_instead_of(every_ns),
             evidence={**cause.evidence, OTHER_STEP: every_ns},
         )
