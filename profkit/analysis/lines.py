@@ -88,6 +88,11 @@ class RareSteps:
     every: int | None
     line: LineTime | None
 
+    @property
+    def which(self) -> str:
+        """How often they come, as the beginning of a sentence: ``one step in 24 takes``."""
+        return f"one step in {self.every} takes" if self.every else f"{self.count} of {self.of} other steps took"
+
 
 def find_rare_steps(found: RunLines) -> RareSteps | None:
     """Return the steps of a run that are rare and long, of which the recorded ones need hold none.

@@ -34,8 +34,8 @@ def _loader(evidence: Evidence) -> Iterator[Cause]:
     step, facts = evidence.step, evidence.facts
     if step is None:
         return
-    waited_ns = sum(phases.get(DATA, 0) for phases in step.gap_phases) + step.columns.late_ns
-    if are_workers_restarted(evidence, waited_ns):
+    waited_ns = wait_for_data(evidence)
+    if are_workers_restarted(evidence):
         yield replace(describe_restarts(evidence), detail=", and the GPU waits for the first", changes=[keep_workers()])
         return
     # What is left of the recorded step without its waits is less: the GPU's work hides some of them.
@@ -66,9 +66,16 @@ def _falling_behind(evidence: Evidence) -> Iterator[Cause]:
         )
 
 
-def are_workers_restarted(evidence: Evidence, waited_ns: int) -> bool:
-    """Return whether most of a wait for data is for workers that are started anew for each epoch."""
-    restart_ns = evidence.facts.restart_ns
+def wait_for_data(evidence: Evidence) -> int:
+    """Return how long a step waits for its data, in nanoseconds; 0 where that is not known."""
+    if evidence.step is None:
+        return 0 if evidence.cpu_step is None else evidence.cpu_step.phases.get(DATA, 0)
+    return sum(phases.get(DATA, 0) for phases in evidence.step.gap_phases) + evidence.step.columns.late_ns
+
+
+def are_workers_restarted(evidence: Evidence) -> bool:
+    """Return whether most of a step's wait for data is for workers that are started anew for each epoch."""
+    waited_ns, restart_ns = wait_for_data(evidence), evidence.facts.restart_ns
     return waited_ns > 0 and restart_ns > max(_MOSTLY * waited_ns, _LEAST_SHARE * evidence.now_ns)
 
 
@@ -198,9 +205,8 @@ def _copies(evidence: Evidence) -> Iterator[Cause]:
 
 def note_restarting_workers(evidence: Evidence) -> Iterator[str]:
     """Workers start anew in steps that are none of those timed: the step does not show it."""
-    facts, step = evidence.facts, evidence.step
-    is_shown = step is not None and step.columns.late_ns > 0
-    if facts.restart_ns > WORTH * (evidence.now_ns or math.inf) and not is_shown:
+    facts = evidence.facts
+    if facts.restart_ns > WORTH * (evidence.now_ns or math.inf) and not are_workers_restarted(evidence):
         yield (
             f"the DataLoader starts its {facts.workers} workers anew for every {facts.epoch_batches} batches, which "
             f"takes {facts.restart_ns / 1e6:.3g} ms of each step's time on average: persistent_workers=True"

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 
+from profkit.analysis.causes.changes import NOTHING
 from profkit.analysis.intervals import unite
 from profkit.analysis.step_replay.calibrate import AS_RECORDED
 from profkit.analysis.step_replay.edits import ProgramFacts, World, find_pageable_copies
@@ -170,7 +171,7 @@ class CpuStep:
 
     def without_all(self, answers: Iterable[TimeAnswer]) -> TimeAnswer:
         """Return the step without all that several answers lack, of which none is in another's part of it."""
-        saved: dict[World, float] = {"least": 0.0, "expected": 0.0, "most": 0.0}
+        saved: dict[World, float] = dict(NOTHING)
         for answer in answers:
             after: dict[World, int | None]
             after = {"least": answer.low_ns, "expected": answer.expected_ns, "most": answer.high_ns}
@@ -261,19 +262,18 @@ class Evidence:
         """
         run = self.capture.run
         lines = () if run is None or run.work is None else run.work.lines
-        weights: defaultdict[tuple[str, int, str], float] = defaultdict(float)
-        paths: dict[tuple[str, int, str], tuple[str, ...]] = {}
+        weights: defaultdict[SourceLine, float] = defaultdict(float)
+        paths: dict[SourceLine, tuple[str, ...]] = {}
         for line in lines:
             if calls(line) > 0 and _find_place(line.path)[1] == module:
-                where = line.file, line.line, line.function
-                weights[where] += calls(line)
-                paths.setdefault(where, line.path)
+                weights[source_line(line)] += calls(line)
+                paths.setdefault(source_line(line), line.path)
         if not weights:
             return None
         where = max(weights, key=lambda where: weights[where])
-        here = [line.path for line in lines if (line.file, line.line, line.function) == where]
+        here = [line.path for line in lines if source_line(line) == where]
         is_librarys = any(paths[where][: len(path)] == path != paths[where] for path in here)
-        return None if is_librarys or where[:2] in self.trainer_lines else SourceLine(*where)
+        return None if is_librarys or (where.file, where.line) in self.trainer_lines else where
 
     def predict(self, changes: Sequence[StepChange]) -> TimeAnswer:
         return self._ask_once(predict_changes, changes)
@@ -286,12 +286,9 @@ class Evidence:
 
     def typical_instead_of(self, step_ns: int) -> TimeAnswer | None:
         """Return what without a cause is the typical step, with it ``step_ns``; None where no step is known."""
-        if self.replay is None:
-            nothing: dict[World, float] = {"least": 0.0, "expected": 0.0, "most": 0.0}
-            answer = None if self.cpu_step is None else self.cpu_step.without("", nothing)
-        else:
-            answer = self.predict(())
-        return None if answer is None else replace(answer, now_ns=step_ns)
+        if self.replay is not None:
+            return replace(self.predict(()), now_ns=step_ns)
+        return None if self.cpu_step is None else replace(self.cpu_step.without("", NOTHING), now_ns=step_ns)
 
     def _ask_once(
         self,
@@ -472,7 +469,7 @@ def _find_place(path: Sequence[str]) -> Place:
     return place.phase or OUTSIDE, kind_of(place.modules[-1]) if place.modules else None
 
 
-def source_line(line: LineTime) -> SourceLine:
+def source_line(line: LineTime | OperatorLine) -> SourceLine:
     assert line.file is not None
     return SourceLine(line.file, line.line, line.function)
 

@@ -181,10 +181,9 @@ def _rare_steps(evidence: Evidence) -> Iterator[Cause]:
         return
     every = rare.every or rare.of / rare.count
     mean_ns = evidence.now_ns + round(rare.longer_ns / every)
-    which = f"one step in {rare.every} takes" if rare.every else f"{rare.count} of {rare.of} steps take"
     yield Cause(
         code="python",
-        cause=f"{which} {rare.longer_ns / 1e6:.3g} ms longer",
+        cause=f"{rare.which} {rare.longer_ns / 1e6:.3g} ms longer",
         detail=f", for {rare.line.called or rare.line.function}",
         line=source_line(rare.line),
         change="do it less often, or beside training",

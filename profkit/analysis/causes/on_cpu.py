@@ -19,6 +19,7 @@ from profkit.analysis.causes.data import (
     describe_padding,
     describe_restarts,
     shares_without_padding,
+    wait_for_data,
 )
 from profkit.analysis.causes.evidence import Cause, CpuStep, Evidence, source_line
 from profkit.analysis.causes.host import group_nearby
@@ -26,7 +27,7 @@ from profkit.analysis.placing.attribution import Attribution
 from profkit.analysis.step_replay.edits import FETCH_NS, WORLDS, World
 from profkit.analysis.time_account.steps import mark_work_of_steps
 from profkit.analysis.tree.modules import Place, places_of_ranges
-from profkit.names import BACKWARD, DATA, FORWARD, LOSS
+from profkit.names import BACKWARD, FORWARD, LOSS
 from profkit.run.lines import LineTime, calls_backward
 from profkit.trace.columns import Ints, distinct_values, empty_ints
 
@@ -91,8 +92,8 @@ class _Operators:
 
 def _loader(evidence: Evidence, step: CpuStep) -> Iterator[Cause]:
     """The program makes its batches itself, or its workers are too slow; they share its CPUs."""
-    facts, waited_ns = evidence.facts, step.phases.get(DATA, 0)
-    if are_workers_restarted(evidence, waited_ns):
+    facts, waited_ns = evidence.facts, wait_for_data(evidence)
+    if are_workers_restarted(evidence):
         saved = {world: facts.saved_by_keeping_workers(world) for world in WORLDS}
         yield _answered(describe_restarts(evidence), step, saved)
         return
@@ -226,10 +227,10 @@ def _needless_checkpoints(evidence: Evidence, step: CpuStep, operators: _Operato
 def find_causes_on_cpu(evidence: Evidence) -> Iterator[Cause]:
     """Yield what the rows of this file find, if it takes more than the steps' spread; nothing of programs on a GPU."""
     step = evidence.cpu_step
-    for cause in () if step is None else _find_causes(evidence, step):
-        expected_ns = None if cause.answer is None else cause.answer.expected_ns
-        if step is not None and expected_ns is not None and step.now_ns - expected_ns > step.spread_ns:
-            yield cause
+    if step is not None:
+        for cause in _find_causes(evidence, step):
+            if cause.answer is not None and step.now_ns - (cause.answer.expected_ns or 0) > step.spread_ns:
+                yield cause
 
 
 def _find_causes(evidence: Evidence, step: CpuStep) -> Iterator[Cause]:

@@ -118,8 +118,7 @@ class WorkCounter(OperatorMode, RangeObserver):
         self._buffers: Buffers = {}
         self._missing: set[str] = set()
         self._lines: dict[_OperatorPlace, Counter[str]] = {}
-        self._positions = 0
-        self._padding: list[torch.Tensor] = []
+        self._padding: list[tuple[int, torch.Tensor]] = []
         self._looks_at_padding = False
         self._model_flops = 0
         self._work: dict[tuple[str, ...], Any] = {}
@@ -153,8 +152,9 @@ class WorkCounter(OperatorMode, RangeObserver):
         self._looks_at_padding = True
         try:
             used = mask.detach() != 0
-            self._padding.append(torch.stack([used.any(0).sum() * len(mask), used.sum()]))
-            self._positions += mask.numel()
+            self._padding.append((mask.numel(), torch.stack([used.any(0).sum() * len(mask), used.sum()])))
+        except Exception as error:  # the program goes on
+            self.failure = f"looking at a mask failed ({describe_error(error)})"
         finally:
             self._looks_at_padding = False
 
@@ -186,8 +186,8 @@ class WorkCounter(OperatorMode, RangeObserver):
 
     def content(self) -> RunWork:
         work = summarize_work(self._work, self._model_flops, self._missing)
-        used = [sum(counts) for counts in zip(*(one.tolist() for one in self._padding), strict=True)]
-        padding = Padding(self._positions, *used) if used else None
+        counts = [(positions, *used.tolist()) for positions, used in self._padding]
+        padding = Padding(*map(sum, zip(*counts, strict=True))) if counts else None
         return replace(work, lines=tuple(_describe_lines(self._lines)), padding=padding)
 
     def opening(self, name: str) -> None:

@@ -281,9 +281,8 @@ def _describe_time(step: StepUse) -> str:
 def _describe_rare(summary: Summary) -> Iterator[str]:
     rare = summary.rare_steps
     if rare is not None:
-        which = f"one step in {rare.every} takes" if rare.every else f"{rare.count} of {rare.of} other steps took"
         where = "" if rare.line is None else f" ({name_source(rare.line)})"
-        yield f"{which} {format_ns(rare.longer_ns)} longer, which is no part of this{where}"
+        yield f"{rare.which} {format_ns(rare.longer_ns)} longer, which is no part of this{where}"
 
 
 def _describe_gpu(summary: Summary) -> str:
