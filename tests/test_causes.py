@@ -421,11 +421,11 @@ def loads(data_ns: int) -> tuple[Program, dict[str, Any]]:
 
 
 def with_workers(
-    data_ns: int, cpus: int, cpu_ns: int, *work: Action, workers: int = 4
+    data_ns: int, cpus: int, cpu_ns: int, *work: Action, workers: int = 4, batch_ns: int = 20 * MS
 ) -> tuple[Program, dict[str, Any]]:
-    """Return steps that wait for workers, each of which takes 20 ms for a batch, on one CPU or on several."""
+    """Return steps that wait for workers, each of which takes so long for a batch, on one CPU or on several."""
     loading = {"pid": 7, "loading": {"workers": workers, "batches_per_step": 1.0}}
-    loader = {"batches": 50, "batch_ns": 20 * MS, "batch_cpu_ns": cpu_ns}
+    loader = {"batches": 50, "batch_ns": batch_ns, "batch_cpu_ns": cpu_ns}
     given = {"conditions": {"cpu_count": cpus}, "processes": [loading], "loader": loader}
     return equal_steps(within("data", python(data_ns)), *(work or [FORWARD])), given
 
@@ -667,7 +667,10 @@ NAMED: dict[str, Case] = {
     "a line that moves a worker's pinned batch": ("python", PACKED, {**IMAGES, "lines": [MOVE]}),
     "a loader without workers": ("loader", *loads(5 * MS)),
     # The GPU takes 5 ms for a step: 4 workers just keep up, in bursts 8 do, however much of the wait it hides.
-    "a worker and 6 ms of waiting": ("loader", *with_workers(6 * MS, 64, 20 * MS, MEANWHILE, workers=1)),
+    "a worker and 6 ms of waiting": (
+        "loader",
+        *with_workers(6 * MS, 64, 6 * MS, MEANWHILE, workers=1, batch_ns=6 * MS),
+    ),
     "a worker and 17 ms of waiting": ("loader", *with_workers(17 * MS, 64, 20 * MS, MEANWHILE, workers=1)),
     **{
         f"four workers, {said}": ("loader", *with_workers(3 * MS, cpus, cpu_ms * MS))
@@ -1076,16 +1079,27 @@ def test_what_slows_a_step_down_by_an_unknown_time_is_a_note_and_no_try(tmp_path
     crowded = _note(tmp_path / "threads", cpu_ns=50 * MS)
     assert crowded.startswith("each of 4 loader workers keeps 5.0 of 16 CPUs busy while it makes a batch: ")
     assert _note(tmp_path / "room", cpu_ns=35 * MS) == ""
-    # In none of the timed steps.
-    anew = {"workers": 4, "batches_per_step": 1.0, "epoch_batches": 500, "epoch_start_ns": 800 * MS}
-    program = equal_steps(FORWARD, wait)
-    (restarted,) = program.write(tmp_path / "anew", [line(MS)], processes=[{"pid": 7, "loading": anew}]).notes
-    assert restarted.startswith("the DataLoader starts its 4 workers anew for every 500 batches, which takes 1.6 ms of")
     (unlike,) = passes(4, 8).write(tmp_path / "unlike").notes
     assert unlike.startswith(
         "model is called with gradients 2 times a step, and backward goes through it once a step: "
     )
     assert not passes(4, 4).write(tmp_path / "alike").notes
+
+
+@pytest.mark.parametrize(("start_ms", "is_said"), [(800, True), (10, False)])
+def test_workers_that_start_anew_in_none_of_the_timed_steps_make_the_mean_step_longer(
+    tmp_path: Path, start_ms: int, is_said: bool
+) -> None:
+    anew = {"workers": 4, "batches_per_step": 1.0, "epoch_batches": 500, "epoch_start_ns": start_ms * MS}
+    program = equal_steps(FORWARD, wait)
+    result = program.write(tmp_path, [line(MS)], processes=[{"pid": 7, "loading": anew}])
+    said = [advice for advice in result.tries if advice.code == "loader"]
+    assert len(said) == is_said
+    for advice in said:
+        assert advice.cause.startswith(
+            "the DataLoader starts its workers anew for every 500 batches, in steps that are"
+        )
+        assert advice.other_step_ns == pytest.approx(program.lengths[1] + 1.6 * MS, rel=0.01)
 
 
 ATTENTION = "h.*/h.*.attn"

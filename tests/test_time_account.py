@@ -23,6 +23,7 @@ from profkit.analysis.summary import Summary, WorkUse, divide_step
 from profkit.analysis.time_account.account import IdleCauses, divide_idle
 from profkit.analysis.time_account.gpu_time import DataWait, GpuParts
 from profkit.analysis.time_account.steps import is_step
+from profkit.errors import Finding
 from profkit.reading import open_capture
 from profkit.report.commands.efficiency import build_efficiency_document
 from profkit.report.commands.steps import limit_words
@@ -272,6 +273,48 @@ def test_recorded_steps_that_waited_longer_for_data_are_said_not_used(tmp_path: 
     assert opened.account.step_ns() == 3 * MS
     assert (opened.account.idle_time().idle_ns, opened.account.idle_time().causes.data_ns) == (MS, 0)
     assert "data-waits-grew" in {one.code for one in opened.efficiency().warnings}
+
+
+def _time_loader(
+    place: Path, *, waits: list[int], workers: int, busy: int = 3, recorded_busy: int = 3
+) -> tuple[float | None, list[Finding]]:
+    """Return an unprofiled step of a loader whose queue was full before the recording, and what is said of it."""
+    builder = NsysBuilder()
+    builder.range("step 0", 0, 50 * MS)
+    builder.kernel(46 * MS, 2 * MS)
+    steps = {
+        part: {"steps": [{"data_ns": wait * MS, "step_ns": max(wait + python, shown) * MS} for wait in times]}
+        for part, times, python, shown in (("attached", [0] * 6, busy, 0), ("profiled", waits, recorded_busy, busy))
+    }
+    loading = {"workers": workers, "queue_batches": 2 * workers, "batches_per_step": 1.0}
+    process = {"process": "1", "pid": 1, "rank": None, "state": "complete", "is_recorded": True, "loading": loading}
+    opened = read_trace(_open_run(place, builder, **steps, processes=[process]))
+    return opened.account.step_ns(), [one for one in opened.efficiency().warnings if one.code == "data-waits-grew"]
+
+
+def test_a_wait_that_a_full_queue_hid_is_counted_in_the_unprofiled_step(tmp_path: Path) -> None:
+    step_ns, (warning,) = _time_loader(tmp_path, waits=[0, 0, 180, 0], workers=4)
+    assert step_ns == pytest.approx(48 * MS, rel=1e-6)
+    assert warning.message.endswith(
+        "a queue that was full at first hid the wait, which is counted in the unprofiled step"
+    )
+
+
+def test_workers_set_the_pace_however_much_the_profiler_slows_python(tmp_path: Path) -> None:
+    step_ns, _ = _time_loader(tmp_path, waits=[0, 0, 164, 0], workers=4, recorded_busy=7)
+    assert step_ns == pytest.approx(48 * MS, rel=1e-6)
+
+
+def test_fewer_recorded_steps_than_workers_deliver_at_once_say_nothing_of_the_wait(tmp_path: Path) -> None:
+    step_ns, (warning,) = _time_loader(tmp_path, waits=[0, 0, 180, 0], workers=8)
+    assert step_ns == 3 * MS
+    assert "time more steps" in warning.message
+
+
+def test_a_wait_that_made_no_recorded_step_longer_makes_no_unprofiled_one_longer(tmp_path: Path) -> None:
+    """Work of the GPU, 60 ms of it, hides a wait of 45 ms."""
+    step_ns, _ = _time_loader(tmp_path, waits=[45] * 4, workers=4, busy=60, recorded_busy=3)
+    assert step_ns == 60 * MS
 
 
 def test_each_context_has_its_own_unprofiled_step(tmp_path: Path) -> None:

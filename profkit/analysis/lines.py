@@ -10,7 +10,7 @@ from statistics import median
 from typing import Any
 
 from profkit.analysis import NotebookResult, table_of
-from profkit.analysis.time_account.step_times import samples_by_phase
+from profkit.analysis.time_account.step_times import mark_rare, samples_by_phase, settle_waits
 from profkit.errors import RunError
 from profkit.names import DATA, STEP
 from profkit.run.directory import Run
@@ -25,8 +25,6 @@ _FEWEST_ALIKE, _ALIKE = 5, 0.1
 
 _LARGEST_SCALE = 1.5
 """Looking for lines has slowed no step by more than this, nor sped it up."""
-_RARELY, _RARE = 2.0, 0.25
-"""A step of so many times the typical one is a rare one, if there are no more of them than this share."""
 _LEAST_LONGER = 0.02
 _COVERED = 0.5
 _OF_ERROR = 0.9
@@ -102,16 +100,16 @@ def find_rare_steps(found: RunLines) -> RareSteps | None:
     """
     times = [step[f"{STEP}_ns"] - step.get(f"{DATA}_ns", 0) for step in found.steps.steps]
     usual_ns = median(times) if times else 0
-    rare = [at for at, time_ns in enumerate(times) if at and time_ns > _RARELY * usual_ns]
+    rare = [at for at, is_rare in enumerate(mark_rare(times)) if at and is_rare]
     longer_ns = sum(times[at] - usual_ns for at in rare)
-    if not 0 < len(rare) <= _RARE * len(times) or longer_ns < _LEAST_LONGER * sum(times):
+    if not rare or longer_ns < _LEAST_LONGER * sum(times):
         return None
     least_error = _OF_ERROR * math.sqrt((len(times) - len(rare)) / (len(rare) * (len(times) - 1)))
     own = [line for line in found.lines if line.file and line.thread != "worker" and line.samples >= FEWEST_SAMPLES]
     alone = [line for line in own if line.error_ns >= least_error * line.time_ns]
     line = max(alone, key=lambda line: line.time_ns, default=None)
     # One alone may be a pause of the machine's, unless a line shows what ran in it.
-    if len(rare) == 1 and (line is None or line.time_ns * len(times) < _COVERED * longer_ns):
+    if len(rare) == 1 and sum(line.time_ns for line in alone) * len(times) < _COVERED * longer_ns:
         return None
     apart = {later - earlier for earlier, later in pairwise(rare)}
     every = apart.pop() if len(apart) == 1 else None
@@ -132,7 +130,7 @@ def find_lines(run: Run, rank: int = 0) -> LinesResult:
             "of a script that makes steps after the recorded ones"
         )
     looked = _step_times(Samples(found.steps.steps))
-    unprofiled = _step_times(run.manifest.unprofiled or Samples())
+    unprofiled = _step_times(settle_waits(run.manifest) or Samples())
     scale = _scales(looked, unprofiled)
     named = [line for line in found.lines if line.file is not None and _is_known(line)]
     rows = [_row(line, scale) for line in named]

@@ -213,6 +213,7 @@ def _steps(timed: StepTimes | None, recorded: TimeAccount | None = None) -> Iter
     for step in steps:
         waits = None if timed is None else timed.find(DATA, step.context)
         is_of_all = waits is not None and waits.clean.count == step.clean.count
+        waited_ns = None if timed is None or waits is None else timed.waited_ns
         yield StepUse(
             step.context,
             step.clean_ns,
@@ -221,6 +222,7 @@ def _steps(timed: StepTimes | None, recorded: TimeAccount | None = None) -> Iter
             step.clean.p90,
             None if recorded is None else recorded.recorded_step_ns(step.context),
             (waits.clean_ns or None) if waits is not None and is_of_all else None,
+            None if waits is None or waited_ns is None else waits.clean_ns - waited_ns,
         )
 
 

@@ -194,7 +194,8 @@ class StepUse:
     """The step time in ns: without a profiler (over ``count`` steps) and as recorded.
 
     ``data_wait_ns`` is how long Python waits for data in an unprofiled step, on average, None if it waits for none: the
-    GPU's work may hide some of that.
+    GPU's work may hide some of that. ``hidden_wait_ns`` is as much of it as a full queue hid from the steps that were
+    timed, and is counted all the same.
     """
 
     context: int | None
@@ -204,6 +205,7 @@ class StepUse:
     p90_ns: float | None
     recorded_ns: float | None
     data_wait_ns: float | None = None
+    hidden_wait_ns: float | None = None
 
     @property
     def best_ns(self) -> float | None:

@@ -6,6 +6,7 @@ older versions wrote lack some keys, and are read as far as they go.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -227,6 +228,11 @@ class Loading:
     first_step: int = 0
     epoch_batches: int = 0
     epoch_start_ns: int = 0
+
+    @property
+    def burst_steps(self) -> int:
+        """For how many steps the workers may deliver at once; 0 if no step takes a batch of theirs."""
+        return math.ceil(self.workers / self.batches_per_step) if self.batches_per_step else 0
 
 
 @dataclass(frozen=True)

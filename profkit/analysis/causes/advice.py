@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from profkit.analysis.causes.data import DATA_ROWS
-from profkit.analysis.causes.evidence import COMPARE, OTHER_STEP, Cause, Evidence, Interval, SourceLine
+from profkit.analysis.causes.evidence import COMPARE, DRAINED_STEP, MEAN_STEP, Cause, Evidence, Interval, SourceLine
 from profkit.analysis.causes.host import HOST, NOTES
 from profkit.analysis.causes.kernels import KERNELS
 from profkit.analysis.causes.launches import LAUNCHES, RANKS
@@ -94,7 +94,7 @@ class Advice:
     @property
     def other_step_ns(self) -> float | None:
         """The step that it makes shorter, where that is not the typical one; None if it is."""
-        step_ns = self.evidence.get(OTHER_STEP)
+        step_ns = self.evidence.get(MEAN_STEP, self.evidence.get(DRAINED_STEP))
         return step_ns if isinstance(step_ns, int | float) else None
 
     @property

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from profkit.analysis.causes.changes import keep_workers, scale_operations
-from profkit.analysis.causes.evidence import OTHER_STEP, Cause, Evidence, edits, name_times, source_line
+from profkit.analysis.causes.evidence import DRAINED_STEP, MEAN_STEP, Cause, Evidence, edits, name_times, source_line
 from profkit.analysis.step_replay.edits import World
 from profkit.analysis.summary import WORTH
 from profkit.names import BACKWARD, DATA, FORWARD, LOSS
@@ -38,22 +38,39 @@ def _loader(evidence: Evidence) -> Iterator[Cause]:
     if are_workers_restarted(evidence):
         yield replace(describe_restarts(evidence), detail=", and the GPU waits for the first", changes=[keep_workers()])
         return
+    yield from restarts_elsewhere(evidence)
     # What is left of the recorded step without its waits is less: the GPU's work hides some of them.
     pace_ns = evidence.expect_after(edits(f"workers:{facts.room or _MANY_WORKERS}")) or evidence.now_ns
     workers = choose_workers(evidence, waited_ns, pace_ns)
-    if workers is not None:
+    behind = [*_falling_behind(evidence, waited_ns)]
+    if behind:
+        yield from behind
+    elif workers is not None:
         cause = describe_loader(evidence, waited_ns, workers, ", pin_memory=True")
         yield replace(cause, detail=", and the GPU waits for it", changes=edits(f"workers:{workers}"))
-    elif waited_ns < _LEAST_SHARE * evidence.now_ns:
-        yield from _falling_behind(evidence)
 
 
-def _falling_behind(evidence: Evidence) -> Iterator[Cause]:
+def restarts_elsewhere(evidence: Evidence) -> Iterator[Cause]:
+    """Workers start anew in steps that are none of those timed, which wait for nothing."""
+    saved_ns = evidence.facts.saved_by_keeping_workers("expected")
+    if saved_ns > WORTH * evidence.now_ns and wait_for_data(evidence) < _LEAST_SHARE * evidence.now_ns:
+        cause, mean_ns = describe_restarts(evidence), evidence.now_ns + saved_ns
+        yield replace(
+            cause,
+            detail=", in steps that are not the typical one",
+            answer=evidence.typical_instead_of(mean_ns),
+            evidence={**cause.evidence, MEAN_STEP: mean_ns},
+        )
+
+
+def _falling_behind(evidence: Evidence, waited_ns: int) -> Iterator[Cause]:
     """Workers make batches more slowly than steps take them; a queue that was full hides it for a while."""
     facts, lines = evidence.facts, None if evidence.trace is None else evidence.trace.lines
     if not facts.workers or facts.batch_ns is None or lines is None or lines.batches < facts.workers:
         return
     every_ns = round(facts.batch_ns / facts.workers)
+    if waited_ns > _MOSTLY * (every_ns - evidence.now_ns + waited_ns):
+        return
     workers = min(math.ceil(_SPARE * facts.batch_ns / max(evidence.now_ns, 1)), facts.room or _MANY_WORKERS)
     if every_ns > _TOO_SLOW * evidence.now_ns and workers > facts.workers:
         cause = describe_loader(evidence, 0, workers)
@@ -62,7 +79,7 @@ def _falling_behind(evidence: Evidence) -> Iterator[Cause]:
             cause=f"{name_workers(facts.workers)} of the DataLoader make a batch every {every_ns / 1e6:.3g} ms",
             detail=f", and a step takes {evidence.now_ns / 1e6:.3g} ms only until their queue is empty",
             answer=evidence.typical_instead_of(every_ns),
-            evidence={**cause.evidence, OTHER_STEP: every_ns},
+            evidence={**cause.evidence, DRAINED_STEP: every_ns},
         )
 
 
@@ -76,7 +93,7 @@ def wait_for_data(evidence: Evidence) -> int:
 def are_workers_restarted(evidence: Evidence) -> bool:
     """Return whether most of a step's wait for data is for workers that are started anew for each epoch."""
     waited_ns, restart_ns = wait_for_data(evidence), evidence.facts.restart_ns
-    return waited_ns > 0 and restart_ns > max(_MOSTLY * waited_ns, _LEAST_SHARE * evidence.now_ns)
+    return waited_ns > _LEAST_SHARE * evidence.now_ns and restart_ns > _MOSTLY * waited_ns
 
 
 def describe_restarts(evidence: Evidence) -> Cause:
@@ -201,16 +218,6 @@ def _copies(evidence: Evidence) -> Iterator[Cause]:
         costs="pinned host memory",
         evidence={"copies": len(calls), "held_ns": held_ns},
     )
-
-
-def note_restarting_workers(evidence: Evidence) -> Iterator[str]:
-    """Workers start anew in steps that are none of those timed: the step does not show it."""
-    facts = evidence.facts
-    if facts.restart_ns > WORTH * (evidence.now_ns or math.inf) and not are_workers_restarted(evidence):
-        yield (
-            f"the DataLoader starts its {facts.workers} workers anew for every {facts.epoch_batches} batches, which "
-            f"takes {facts.restart_ns / 1e6:.3g} ms of each step's time on average: persistent_workers=True"
-        )
 
 
 def note_crowded_cpus(evidence: Evidence) -> Iterator[str]:

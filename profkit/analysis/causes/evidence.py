@@ -57,8 +57,8 @@ _OFTEN = 0.5
 WORTH_COMPILING = 0.04
 """For a smaller share of the step nobody waits for a compiler, and keeps the model compilable."""
 COMPARE = "profkit compare RUN NEW"
-OTHER_STEP = "step_ns"
-"""In a cause's evidence: the step with it where that is not the typical one, as on average or after a while."""
+MEAN_STEP, DRAINED_STEP = "mean_step_ns", "drained_step_ns"
+"""In a cause's evidence: the step with it where that is not the typical one; on average, and once a queue is empty."""
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ from profkit.analysis.causes.changes import (
     without_calls,
     without_copies,
 )
-from profkit.analysis.causes.data import note_crowded_cpus, note_restarting_workers
-from profkit.analysis.causes.evidence import OTHER_STEP, Cause, Evidence, edits, find_line, name_times, source_line
+from profkit.analysis.causes.data import note_crowded_cpus
+from profkit.analysis.causes.evidence import MEAN_STEP, Cause, Evidence, edits, find_line, name_times, source_line
 from profkit.analysis.causes.memory import unread_graphs
 from profkit.analysis.step_replay import LAUNCH
 from profkit.analysis.step_replay.edits import find_pageable_copies
@@ -188,7 +188,7 @@ def _rare_steps(evidence: Evidence) -> Iterator[Cause]:
         line=source_line(rare.line),
         change="do it less often, or beside training",
         answer=evidence.typical_instead_of(mean_ns),
-        evidence={"longer_ns": rare.longer_ns, "every": every, OTHER_STEP: mean_ns},
+        evidence={"longer_ns": rare.longer_ns, "every": every, MEAN_STEP: mean_ns},
     )
 
 
@@ -331,7 +331,6 @@ def _names_of_convolutions(step: ReplayedStep) -> tuple[str, ...]:
 NOTES: tuple[Callable[[Evidence], Iterator[str]], ...] = (
     _deterministic,
     _convolutions,
-    note_restarting_workers,
     note_crowded_cpus,
     unread_graphs,
 )

@@ -264,7 +264,7 @@ def _zeroed_gradients(evidence: Evidence) -> Iterator[Cause]:
         yield Cause(
             code="zero-grad",
             cause="gradients are filled with zeros",
-            detail=f", {len(filled)} launches a step",
+            detail=f", {name_times(len(filled))}",
             module=filled[0].module or None,
             change="optimizer.zero_grad(set_to_none=True)",
             changes=edits("zero-grad:none"),

@@ -18,6 +18,7 @@ from profkit.analysis.causes.data import (
     describe_loader,
     describe_padding,
     describe_restarts,
+    restarts_elsewhere,
     shares_without_padding,
     wait_for_data,
 )
@@ -97,6 +98,7 @@ def _loader(evidence: Evidence, step: CpuStep) -> Iterator[Cause]:
         saved = {world: facts.saved_by_keeping_workers(world) for world in WORLDS}
         yield _answered(describe_restarts(evidence), step, saved)
         return
+    yield from restarts_elsewhere(evidence)
     workers = choose_workers(evidence, waited_ns, step.now_ns - waited_ns)
     if workers is None:
         return

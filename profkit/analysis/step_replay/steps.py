@@ -53,7 +53,7 @@ from profkit.analysis.step_replay.replay import (
 )
 from profkit.analysis.time_account.account import TimeAccount, share_out
 from profkit.analysis.time_account.gpu_time import is_data_wait
-from profkit.analysis.time_account.step_times import StepTimes
+from profkit.analysis.time_account.step_times import StepTimes, mark_rare
 from profkit.analysis.time_account.steps import measured_ranges
 from profkit.analysis.tree.modules import Place, places_of_ranges
 from profkit.names import DATA, STEP
@@ -431,13 +431,19 @@ def find_variation(account: TimeAccount) -> float:
     """Return the error of the typical unprofiled step as a share of it, without waits for data.
 
     The 10th and the 90th percentile lie 1.28 standard deviations from the middle. Of ten steps that do not depend on
-    each other a mean would be within 0.52 of one in nine of ten runs; steps do depend, and half of 1.28 is taken.
+    each other a mean would be within 0.52 of one in nine of ten runs; steps do depend, and half of 1.28 is taken. Rare,
+    long steps, those of a checkpoint say, are no part of the typical one.
     """
     step, data = (None if account.timed is None else account.timed.find(name, None) for name in (STEP, DATA))
     if step is None or not step.clean_ns:
         return 0.0
-    waits_ns = 0.0 if data is None else data.clean.p90 - data.clean.p10
-    return max(0.0, step.clean.p90 - step.clean.p10 - waits_ns) / 4 / step.clean_ns
+    times_ns = step.unprofiled.total_ns
+    waits_ns = np.zeros_like(times_ns) if data is None else data.unprofiled.total_ns
+    is_usual = ~mark_rare(step.unprofiled.rest_ns)
+    if len(waits_ns) == len(times_ns):
+        times_ns, waits_ns = times_ns[is_usual], waits_ns[is_usual]
+    step_spread, wait_spread = (np.subtract(*np.percentile(each, (90, 10))) for each in (times_ns, waits_ns))
+    return max(0.0, float(step_spread - wait_spread)) / 4 / step.clean_ns
 
 
 def _names(trace: Trace, step: StepColumns) -> tuple[dict[int, str], dict[int, str]]:

@@ -7,7 +7,6 @@ is what that leaves of the unprofiled step time: less than was recorded, or more
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, fields
 from functools import partial
@@ -378,12 +377,12 @@ def _outermost_phases(attribution: Attribution) -> dict[str, Ints]:
 
 def find_too_few_steps(account: TimeAccount, loading: Loading | None) -> Iterator[Finding]:
     """Say if fewer steps were recorded than workers deliver batches at once, in a program that waits for data."""
-    if loading is None or not loading.batches_per_step or not len(account):
+    if loading is None or not loading.burst_steps or not len(account):
         return
     ranges = account.attribution.trace.ranges
     steps = account.steps[np.unique(account.step)]
     recorded = max(len(rows) for rows in rows_by_value(ranges.process[steps]).values())
-    burst = math.ceil(loading.workers / loading.batches_per_step)
+    burst = loading.burst_steps
     waited_ns = sum_host_waits(account.attribution, steps)
     shares = [waited_ns.sum() / (ranges.end_ns - ranges.start_ns)[steps].sum()]
     data, step_ns = account.timed and account.timed.find(DATA, None), account.step_ns()

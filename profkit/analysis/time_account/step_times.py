@@ -9,7 +9,7 @@ wait counts as it is longer than the fastest step. All commands ask here how lon
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -21,7 +21,7 @@ from profkit.errors import Finding
 from profkit.names import DATA, PHASES, STEP, context_range
 from profkit.run.directory import Run
 from profkit.run.manifest import Clock, Manifest, Samples, phase_order
-from profkit.trace.columns import Ints
+from profkit.trace.columns import Bools, Ints
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -33,6 +33,9 @@ _WIDE = 0.3
 """Steps vary widely if their standard deviation is more than this share of their mean; `profkit run` agrees."""
 _PART = 0.1
 """A phase or wait that is a smaller share of the step than this is not worth a warning."""
+_RARELY, _RARE = 2.0, 0.25
+"""A step of so many times the typical one is a rare one, if there are no more of them than this share."""
+_DATA_NS, _STEP_NS = "data_ns", "step_ns"
 _CLOCKS: tuple[Clock, ...] = ("cuda-events", "wall")
 _LABELS: dict[Twin, str] = {"clean": "own process", "attached": "same process"}
 
@@ -174,11 +177,14 @@ class StepTimes(NotebookResult):
     """The times of a run's steps, phase by phase, the whole step last; several contexts follow one another.
 
     ``host_ns`` is how long the host was in each phase of an unprofiled step (median), of a run over one context.
+    ``waited_ns`` is the mean wait for data that was timed where a full queue hid the one that steps have (see
+    `settle_waits`); None where none did.
     """
 
     twin: Twin
     phases: tuple[PhaseTimes, ...]
     host_ns: Mapping[str, float] = field(default_factory=dict)
+    waited_ns: float | None = None
 
     @property
     def contexts(self) -> list[int | None]:
@@ -207,6 +213,16 @@ class StepTimes(NotebookResult):
         return pd.json_normalize(self.to_dict()["phases"], sep="_")
 
 
+def mark_rare(times_ns: Sequence[int] | Ints) -> Bools:
+    """Return which steps are rare ones, those of a checkpoint say: far longer than most, and few; none if they are not.
+
+    ``times_ns`` are without waits for data, which are part of the typical step.
+    """
+    values = np.asarray(times_ns, dtype=np.float64)
+    is_long = values > _RARELY * np.median(values) if len(values) else np.zeros(0, dtype=np.bool_)
+    return is_long if is_long.sum() <= _RARE * len(values) else np.zeros_like(is_long)
+
+
 def read_step_times(run: str | Path) -> StepTimes | None:
     """Return what the steps of the run directory ``run`` took; None if none were timed.
 
@@ -218,14 +234,59 @@ def read_step_times(run: str | Path) -> StepTimes | None:
 
 def summarize_step_times(manifest: Manifest) -> StepTimes | None:
     """Return the statistics of the samples in a run's manifest; None if no step was timed without a profiler."""
-    unprofiled = manifest.unprofiled
+    unprofiled = settle_waits(manifest)
     if unprofiled is None:
         return None
     profiled = manifest.profiled or Samples()
     phases = [times for context in unprofiled.contexts for times in _summarize(context, unprofiled, profiled)]
     on_host = {phase: float(np.median(times)) for phase, times in unprofiled.times_ns("host", None).items()}
     twin: Twin = "clean" if manifest.clean is not None and manifest.clean.steps else "attached"
-    return StepTimes(twin, tuple(phases), on_host) if phases else None
+    waited_ns = None
+    if unprofiled is not manifest.unprofiled and manifest.unprofiled is not None:
+        waited_ns = float(np.mean(manifest.unprofiled.times_ns("wall", None)[DATA]))
+    return StepTimes(twin, tuple(phases), on_host, waited_ns) if phases else None
+
+
+def settle_waits(manifest: Manifest) -> Samples | None:
+    """Return a run's unprofiled steps, with the waits for data that they have once a queue that was full is empty.
+
+    Workers that are too slow are not waited for until the queue is empty that they filled while the program started.
+    No profiler makes a program wait longer for workers: if the recorded steps did, and are enough for one delivery of
+    all workers, then unprofiled steps that go on take as long as these, but for what Python takes less outside of the
+    waits. They get it as unevenly as the recorded ones. None if no step was timed without a profiler.
+    """
+    unprofiled, loading = manifest.unprofiled, manifest.loading
+    profiled = () if manifest.profiled is None else manifest.profiled.steps
+    if unprofiled is None or loading is None or not 0 < loading.burst_steps <= len(profiled):
+        return unprofiled
+    longer_ns = _longer_for_data(unprofiled.steps, profiled)
+    if longer_ns is None:
+        return unprofiled
+    waits_ns = np.resize([step[_DATA_NS] for step in profiled], len(unprofiled.steps))
+    more_ns = np.rint(waits_ns * (longer_ns / waits_ns.mean())).astype(np.int64).tolist()
+    steps = [
+        {**step, _DATA_NS: step[_DATA_NS] + more, _STEP_NS: step[_STEP_NS] + more}
+        for step, more in zip(unprofiled.steps, more_ns, strict=True)
+    ]
+    return replace(unprofiled, steps=tuple(steps))
+
+
+def _longer_for_data(unprofiled: Sequence[Mapping[str, int]], profiled: Sequence[Mapping[str, int]]) -> float | None:
+    """Return by how much steps are longer for data than the unprofiled ones were; None if by little, or nobody knows.
+
+    By no more than the recorded ones were longer, since work of the GPU may hide a wait.
+    """
+    if not all(_DATA_NS in step and _STEP_NS in step for step in (*unprofiled, *profiled)):
+        return None
+    before, after = (
+        np.array([(step[_DATA_NS], step[_STEP_NS] - step[_DATA_NS], step[_STEP_NS]) for step in steps], dtype=np.int64)
+        for steps in (unprofiled, profiled)
+    )
+    waits_ns, _, steps_ns = after.mean(axis=0) - before.mean(axis=0)
+    slower_ns = max(float(np.median(after[:, 1]) - np.median(before[:, 1])), 0.0)
+    if min(waits_ns, steps_ns) <= _PART * float(np.median(before[:, 2])):
+        return None
+    return min(float(waits_ns) + slower_ns, float(steps_ns))
 
 
 def measure_memory_cost(manifest: Manifest) -> float | None:
@@ -278,7 +339,8 @@ def find_timing_doubts(timed: StepTimes | None) -> Iterator[Finding]:
     """Yield what makes the unprofiled times doubtful: verdicts, idle shares and MFU rest on them."""
     if timed is None:
         return
-    yield from _find_uneven_steps(timed)
+    if timed.waited_ns is None:
+        yield from _find_uneven_steps(timed)
     yield from _find_missing_phases(timed)
     yield from _find_grown_waits(timed)
 
@@ -322,12 +384,15 @@ def _find_grown_waits(timed: StepTimes) -> Iterator[Finding]:
         data, step_ns = timed.find(DATA, context), timed.find(STEP, context)
         if data is None or step_ns is None or data.profiled_ns is None or data.profiled is None:
             continue
-        if data.profiled_ns - data.clean_ns > _PART * step_ns.clean_ns:
+        waited_ns = data.clean_ns if timed.waited_ns is None else timed.waited_ns
+        if data.profiled_ns - waited_ns > _PART * step_ns.clean_ns:
+            hidden = "may have hidden waits; time more steps (`profkit run --warmup`)"
+            if timed.waited_ns is not None:
+                hidden = "hid the wait, which is counted in the unprofiled step"
             yield Finding(
                 "data-waits-grew",
                 f"the recorded steps{_where(data)} waited {_ms(data.profiled_ns)} ms for data and the unprofiled ones"
-                f" before them {_ms(data.clean_ns)} ms: a queue that was full at first may have hidden waits;"
-                " time more steps (`profkit run --warmup`)",
+                f" before them {_ms(waited_ns)} ms: a queue that was full at first {hidden}",
             )
 
 

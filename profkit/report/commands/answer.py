@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from profkit.analysis.causes.advice import CHANGES_TRAINING, Advice, AdviceResult, find_advice
-from profkit.analysis.causes.evidence import Interval
+from profkit.analysis.causes.evidence import MEAN_STEP, Interval
 from profkit.analysis.opened import OpenedCapture
 from profkit.analysis.step_replay.limits import OUTSIDE, Limit
 from profkit.analysis.summarize import summarize_capture
@@ -57,8 +57,6 @@ _LARGE_OUTSIDE = 0.05
 """What lies outside of all phases, such as a loss, is named from this share of the step."""
 _DECISIVE = 0.3
 """A change that saves this share of the step is the answer; what sets the pace need not be said beside it."""
-_OTHER_STEPS = {"loader": "once the queue of its workers is empty", "python": "on average"}
-"""Code of a cause that the typical step does not show → which step has it."""
 _UNTRUSTED = "No answer: the capture failed its self-check, and none of its figures can be trusted."
 
 
@@ -88,7 +86,8 @@ def describe_answer(summary: Summary, advice: AdviceResult) -> str:
     if late:
         return f"{step}: {late[:1].lower()}{late[1:]}."
     if best is not None and best.other_step_ns is not None:
-        other = f"{format_ns(best.other_step_ns)} {_OTHER_STEPS[best.code]}: {_describe_cause(best)}"
+        which = "on average" if MEAN_STEP in best.evidence else "once the queue of its workers is empty"
+        other = f"{format_ns(best.other_step_ns)} {which}: {_describe_cause(best)}"
         return f"{step}, and {other}. Without that: {describe_after(best)}."
     if best is not None and best.effect_ns >= _DECISIVE * summary.step_ns and best.code not in CHANGES_TRAINING:
         lost = f"{format_ns(best.effect_ns)} of it is lost: {_describe_cause(best)}"

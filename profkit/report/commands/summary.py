@@ -275,6 +275,8 @@ def _describe_time(step: StepUse) -> str:
     # The mean of waits that come in bursts may be longer than most steps.
     is_within = low < high and low <= (step.best_ns or 0) <= high
     spread = f", most take {format_ns(low)} to {format_ns(high)}" if is_within else ""
+    if step.hidden_wait_ns is not None:
+        spread = f", and {format_ns(step.hidden_wait_ns)} of waiting for data that a full queue hid from them"
     return f"{time} unprofiled ({format_count(step.count, 'step')}{spread})" if step.count else f"{time} as recorded"
 
 
