@@ -430,6 +430,13 @@ def with_workers(
     return equal_steps(within("data", python(data_ns)), *(work or [FORWARD])), given
 
 
+def slow_dataset(data_ns: int, line_ns: int, *work: Action) -> tuple[Program, dict[str, Any]]:
+    """Return steps that wait for four workers on four CPUs, of whose 20 ms for a batch a line takes so much."""
+    program, given = with_workers(data_ns, 4, 20 * MS, *work)
+    parse = line(line_ns, None, "json.load", file="/code/data.py", line=12, function="__getitem__", thread="worker")
+    return program, {**given, "lines": [parse]}
+
+
 def waits_in_bursts(batch_ns: int, *work: Action, workers: int = 4) -> tuple[Program, dict[str, Any]]:
     """Return steps of which none that was recorded waits for the workers, and one of ten that were not for them all."""
     program, given = with_workers(50_000, 64, batch_ns, *work, workers=workers)
@@ -560,6 +567,10 @@ NEARLY: list[Case] = [
     # The CPUs have no room for more workers.
     ("loader", *with_workers(3 * MS, 4, 20 * MS)),
     ("loader", *with_workers(3 * MS, 8, 40 * MS)),
+    # No line takes much of a batch.
+    ("loader", *slow_dataset(3 * MS, 4 * MS)),
+    # They keep up: another loader is waited for.
+    ("loader", *with_workers(3 * MS, 64, 4 * MS, batch_ns=4 * MS)),
     ("optimizer", optimizer_loop(), {"conditions": {"optimizers": [{**ADAMW, "name": "Muon"}]}}),
     # Two groups at most have the same options, or there are few, or some made no step; or somebody else wrote it.
     ("optimizer", optimizer_calls(160, 160), with_groups(160, 80)),
@@ -680,6 +691,8 @@ NAMED: dict[str, Case] = {
     "workers that are waited for in bursts": ("loader", *BURSTS),
     "workers that are started anew": ("loader", *restarts(BURST_NS)),
     "workers that a full queue hides": ("loader", *with_workers(0, 64, 20 * MS, launch(NVJET, 2 * MS), wait)),
+    "a line of the dataset, and no CPUs for more workers": ("loader", *slow_dataset(3 * MS, 15 * MS)),
+    "the same, which a full queue hides": ("loader", *slow_dataset(0, 15 * MS, launch(NVJET, 2 * MS), wait)),
     "samples that are padded": ("padding", *padded(250)),
     "products beside bursts that no worker is slow for": ("tf32", *waits_in_bursts(4 * MS, *IN_FP32)),
     "waits for which the GPU runs out of work": ("waits", equal_steps(within("forward", *WAITS)), {"lines": [MEAN]}),

@@ -215,6 +215,14 @@ def test_workers_that_are_too_few_keep_the_step_waiting() -> None:
     assert "`profkit try` measures it" in data_waits(program, 60_000_000, edit="workers:0", workers=1).refusal
 
 
+@pytest.mark.parametrize(("now", "wait_ns"), [(8, 0), (8, 1_000_000)])
+def test_fewer_workers_keep_a_step_waiting_that_hardly_waited(now: int, wait_ns: int) -> None:
+    program = [replace(FORWARD[0], gap_ns=wait_ns), *FORWARD[1:], *OPTIMIZER]
+    answer = data_waits(program, wait_ns, edit="workers:1", workers=now, batch_ns=60_000_000)
+    assert answer.expected_ns == pytest.approx(60_000_000, rel=0.25)
+    assert answer.expected_ns > 2 * answer.now_ns
+
+
 @pytest.mark.parametrize(
     ("workers", "cpus", "expected", "most"),
     [(8, 256, 1.61, 2.64), (16, 256, 1.0, 1.32), (14, 16, 1.09, 1.59), (60, 256, 1.0, 1.0)],

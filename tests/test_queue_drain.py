@@ -18,6 +18,7 @@ from torch.utils.data import dataloader as torchs  # noqa: E402
 from profkit import read_trace  # noqa: E402
 from profkit.capture.session import Session  # noqa: E402
 from profkit.capture.steps.data_loading import (  # noqa: E402
+    LONGEST_BURST,
     LONGEST_DRAIN,
     DataLoading,
     Epoch,
@@ -223,8 +224,8 @@ class Filled:
     falls_behind = keeps_full = False
     epoch = Epoch()
 
-    def __init__(self, capacity: int = 4) -> None:
-        self._queues = iter((Queue(2, capacity, 0), Queue(2, capacity, capacity)))
+    def __init__(self, capacity: int = 4, workers: int = 2) -> None:
+        self._queues = iter((Queue(workers, capacity, 0), Queue(workers, capacity, capacity)))
 
     def look(self) -> Queue:
         return next(self._queues)
@@ -233,17 +234,24 @@ class Filled:
         pass
 
 
-def _drained(folder: Path, loading: Any, step_ns: int, *, may_drain: bool = True) -> int:
+def _drained(folder: Path, loading: Any, step_ns: int, steps: int | None = 3) -> int:
     drain = QueueDrain(folder, loading)
     drain.look()
-    return drain.plan(5, [{"step_ns": step_ns, "data_ns": step_ns // 2}], may_drain=may_drain)
+    return drain.plan(5, [{"step_ns": step_ns, "data_ns": step_ns // 2}], steps)
 
 
 def test_a_drain_is_bounded_by_steps_and_by_time(tmp_path: Path) -> None:
     assert _drained(tmp_path, Filled(), 1_000) == 4
     assert _drained(tmp_path, Filled(1_000), 1_000) == LONGEST_DRAIN
     assert _drained(tmp_path, Filled(1_000), 10_000_000_000) == 3
-    assert _drained(tmp_path, Filled(), 1_000, may_drain=False) == 0
+
+
+def test_steps_are_recorded_for_a_delivery_of_all_workers(tmp_path: Path) -> None:
+    assert _drained(tmp_path, Filled(workers=12), 1_000) == 4 + 9
+    assert _drained(tmp_path, Filled(workers=12), 1_000, steps=12) == 4
+    assert _drained(tmp_path, Filled(workers=12), 1_000, steps=None) == 4
+    assert _drained(tmp_path, Filled(workers=100), 1_000) == 4 + LONGEST_BURST - 3
+    assert _drained(tmp_path, Filled(0, workers=12), 1_000) == 0
 
 
 @pytest.mark.parametrize(
@@ -321,7 +329,7 @@ def test_a_run_says_which_steps_it_leaves_out(tmp_path: Path, forks: Forks, leng
     assert manifest["status"] == "complete"
     assert "ended while it was recorded" not in done.stderr
     said = " ".join(run_command("summary", tmp_path / "run", "--all").stdout.split())
-    assert ("after 4 that emptied the data loader's queue" in said) == is_drained
+    assert ("after 4 for a data loader's full queue" in said) == is_drained
     assert ("wait less for data than usual" in done.stderr) != is_drained
 
 

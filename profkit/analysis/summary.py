@@ -171,8 +171,8 @@ SMALL = (
 class Head:
     """What was run: the command as it was given, on which GPUs, in which precision, and how it ended.
 
-    ``steps`` are the measured ones of each process; ``drained_steps`` before them were recorded and left out, for they
-    emptied a data loader's queue. ``is_compiled`` says whether compiled code ran, None if unknown. ``ending`` is how a
+    ``steps`` are the measured ones of each process; ``drained_steps`` before them were recorded and left out, for a
+    data loader's queue was full. ``is_compiled`` says whether compiled code ran, None if unknown. ``ending`` is how a
     run ended that is not complete.
     """
 

@@ -287,6 +287,7 @@ def _install() -> _Dormant | None:
         # A worker that was spawned has imported torch, and made a file as if it were to train.
         lines_flag(Path(run), os.getpid()).unlink(missing_ok=True)
         dormant = _Dormant(lines_flag(Path(run), parent.pid))
+        dormant.time_batches()
         dormant.start()
     except (OSError, ValueError, RuntimeError):
         return None
@@ -294,11 +295,14 @@ def _install() -> _Dormant | None:
 
 
 class _Dormant:
+    """Times a worker's batches from its start, for one may take longer than anybody looks; and looks for its lines."""
+
     def __init__(self, flag: Path) -> None:
         self._flag = flag
         self._shared = _map(flag, mmap.PROT_READ)
         self._thread = threading.get_ident()
         self._batches = self._batch_ns = self._batch_cpu_ns = 0
+        self._has_begun = False
         self._ends = threading.Event()
         self._sampler = threading.Thread(target=self._run, name="profkit-lines", daemon=True)
 
@@ -309,13 +313,20 @@ class _Dormant:
         self._ends.set()
         self._sampler.join()  # a thread that still ran while Python ends might take the process with it
 
+    def time_batches(self) -> None:
+        """Time all that this process fetches but the first batch, for which files are opened and modules imported."""
+        for kind in _FETCHERS:
+            kind.fetch = self._timed(kind.fetch)
+
     def _timed(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def fetch_timed(*args: Any, **kwargs: Any) -> Any:
             began_ns, began_cpu_ns = perf_counter_ns(), process_time_ns()
             batch = original(*args, **kwargs)
-            self._batches += 1
-            self._batch_ns += perf_counter_ns() - began_ns
-            self._batch_cpu_ns += process_time_ns() - began_cpu_ns
+            if self._has_begun:
+                self._batches += 1
+                self._batch_ns += perf_counter_ns() - began_ns
+                self._batch_cpu_ns += process_time_ns() - began_cpu_ns
+            self._has_begun = True
             return batch
 
         return fetch_timed
@@ -334,16 +345,11 @@ class _Dormant:
         looking.touch()
         sampler = StackSampler(lambda: None, _FETCH_CODES)
         sampler.watch(self._thread, "worker")
-        originals = [kind.fetch for kind in _FETCHERS]
-        for kind in _FETCHERS:
-            kind.fetch = self._timed(kind.fetch)
         sampler.start()
         while self._shared[0] == _LOOKING and not self._ends.wait(_POLL_S):
             pass
         sampler.step_ended()
         sampler.stop()
-        for kind, original in zip(_FETCHERS, originals, strict=True):
-            kind.fetch = original
         if self._flag.exists():  # else nobody waits for it any more
             self._write(sampler)
         looking.unlink(missing_ok=True)

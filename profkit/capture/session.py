@@ -416,7 +416,9 @@ class Session:
 
     def _leave_out_first_steps(self) -> None:
         """Record some steps more than were asked for, if a data loader's queue is not as usual at first."""
-        steps = self._drain.plan(self._first, self._samples.steps["attached"], may_drain=not self.order.own_steps)
+        if self.order.own_steps:
+            return
+        steps = self._drain.plan(self._first, self._samples.steps["attached"], self.order.steps)
         if self._end is not None:
             self._end += steps
 

@@ -18,6 +18,7 @@ from profkit.analysis.step_replay.edits import (
     drop_operations,
     foreach_time,
     fused_time,
+    have_batches_come,
     merge_launches,
     stop_waiting,
 )
@@ -35,6 +36,8 @@ NOTHING: By = {"least": 0, "expected": 0, "most": 0}
 Choose = Callable[[ReplayedStep], Collection[int]]
 """Chooses operations or calls of a recorded step."""
 
+_OF_SAMPLED: By = {"least": 0.7, "expected": 1.0, "most": 1.6}
+"""What is left of a batch without a sampled line, of what its samples say."""
 _LAUNCH_NS: By = {"least": 2_500, "expected": 4_000, "most": 7_000}
 _LATENCY_NS: By = {"least": 2_000, "expected": 4_000, "most": 7_000}
 """How long a launch takes that does not wait, and from its end to the kernel's start."""
@@ -230,6 +233,15 @@ def keep_workers() -> StepChange:
         return replace(columns, gap_ns=gap, late_ns=columns.late_ns - late_ns)
 
     return StepChange("persistent-workers", apply, "how long an epoch's first batch takes", of_loader=True)
+
+
+def batches_every(time_ns: int) -> StepChange:
+    """Return the change after which a loader's batches come every so often."""
+
+    def apply(columns: StepColumns, setting: Setting) -> StepColumns:
+        return have_batches_come(columns, setting, round(time_ns * _OF_SAMPLED[setting.world]))
+
+    return StepChange("batches", apply, "how much of a batch's time the line takes, by samples", of_loader=True)
 
 
 def without_calls(name: str, choose: Choose) -> StepChange:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from profkit.analysis.causes.changes import keep_workers, scale_operations
+from profkit.analysis.causes.changes import batches_every, keep_workers, scale_operations
 from profkit.analysis.causes.evidence import DRAINED_STEP, MEAN_STEP, Cause, Evidence, edits, name_times, source_line
 from profkit.analysis.step_replay.edits import World
 from profkit.analysis.summary import WORTH
@@ -41,10 +41,15 @@ def _loader(evidence: Evidence) -> Iterator[Cause]:
     yield from restarts_elsewhere(evidence)
     # What is left of the recorded step without its waits is less: the GPU's work hides some of them.
     pace_ns = evidence.expect_after(edits(f"workers:{facts.room or _MANY_WORKERS}")) or evidence.now_ns
-    workers = choose_workers(evidence, waited_ns, pace_ns)
     behind = [*_falling_behind(evidence, waited_ns)]
     if behind:
         yield from behind
+        return
+    cheaper = _cheapen_batches(evidence, waited_ns, pace_ns)
+    workers = choose_workers(evidence, waited_ns, pace_ns)
+    if cheaper is not None and waited_ns >= _LEAST_SHARE * evidence.now_ns:
+        cause, every_ns = cheaper
+        yield replace(cause, detail=", and the GPU waits for it", changes=[batches_every(every_ns)])
     elif workers is not None:
         cause = describe_loader(evidence, waited_ns, workers, ", pin_memory=True")
         yield replace(cause, detail=", and the GPU waits for it", changes=edits(f"workers:{workers}"))
@@ -69,18 +74,44 @@ def _falling_behind(evidence: Evidence, waited_ns: int) -> Iterator[Cause]:
     if not facts.workers or facts.batch_ns is None or lines is None or lines.batches < facts.workers:
         return
     every_ns = round(facts.batch_ns / facts.workers)
-    if waited_ns > _MOSTLY * (every_ns - evidence.now_ns + waited_ns):
+    is_waited_for = waited_ns > _MOSTLY * (every_ns - evidence.now_ns + waited_ns)
+    if is_waited_for or every_ns <= _TOO_SLOW * evidence.now_ns:
         return
     workers = min(math.ceil(_SPARE * facts.batch_ns / max(evidence.now_ns, 1)), facts.room or _MANY_WORKERS)
-    if every_ns > _TOO_SLOW * evidence.now_ns and workers > facts.workers:
-        cause = describe_loader(evidence, 0, workers)
-        yield replace(
-            cause,
-            cause=f"{name_workers(facts.workers)} of the DataLoader make a batch every {every_ns / 1e6:.3g} ms",
-            detail=f", and a step takes {evidence.now_ns / 1e6:.3g} ms only until their queue is empty",
-            answer=evidence.typical_instead_of(every_ns),
-            evidence={**cause.evidence, DRAINED_STEP: every_ns},
-        )
+    cheaper = _cheapen_batches(evidence, 0, evidence.now_ns)
+    if cheaper is not None:
+        cause, left_ns = cheaper
+    elif workers > facts.workers:
+        cause, left_ns = describe_loader(evidence, 0, workers), round(facts.batch_ns / workers)
+    else:
+        return
+    yield replace(
+        cause,
+        cause=f"{name_workers(facts.workers)} of the DataLoader make a batch every {every_ns / 1e6:.3g} ms",
+        detail=f", and a step takes {evidence.now_ns / 1e6:.3g} ms only until their queue is empty",
+        answer=evidence.typical_instead_of(every_ns, left_ns),
+        evidence={**cause.evidence, DRAINED_STEP: every_ns},
+    )
+
+
+def _cheapen_batches(evidence: Evidence, waited_ns: int, pace_ns: int) -> tuple[Cause, int] | None:
+    """Return that a line of the dataset makes batches slow, and how often they come without it.
+
+    None where the CPUs have room for enough workers, or no line is a good part of a batch.
+    """
+    facts = evidence.facts
+    if not facts.workers or facts.batch_ns is None:
+        return None
+    line = _costliest_below_loop(evidence, [line for line in evidence.lines if line.thread == "worker" and line.file])
+    most = facts.batches_at_once(facts.room or _MANY_WORKERS, "expected")
+    if line is None or line.time_ns < _OF_DATASET * facts.batch_ns or facts.batch_ns <= pace_ns * most:
+        return None
+    cause = describe_loader(evidence, waited_ns, facts.workers)
+    doing = f"{line.called} " if line.called else "it "
+    change = f"do {doing}once, or beforehand, not for every sample"
+    left_ns = facts.batch_ns - line.time_ns
+    cause = replace(cause, change=change, edit=None, costs=None)
+    return cause, round(left_ns / facts.batches_at_once(facts.workers, "expected"))
 
 
 def wait_for_data(evidence: Evidence) -> int:
@@ -118,6 +149,8 @@ def choose_workers(evidence: Evidence, waited_ns: int, pace_ns: int) -> int | No
     has_unknown_workers = not facts.workers and any(line.thread == "worker" for line in evidence.lines)
     if waited_ns < _LEAST_SHARE * evidence.now_ns or batch_ns is None or has_unknown_workers:
         return None
+    if facts.workers and _SPARE * batch_ns < facts.workers * pace_ns:
+        return None  # they keep up: what is waited for is something else, such as a loader that has none
     workers = min(max(2, math.ceil(_SPARE * batch_ns / max(pace_ns, 1)), facts.workers + 1), room)
     return workers if workers > facts.workers else None
 

@@ -284,11 +284,20 @@ class Evidence:
     def share_saved_on_fast_host(self, changes: Sequence[StepChange]) -> float:
         return self._ask_once(share_saved_on_fast_host, changes)
 
-    def typical_instead_of(self, step_ns: int) -> TimeAnswer | None:
-        """Return what without a cause is the typical step, with it ``step_ns``; None where no step is known."""
-        if self.replay is not None:
-            return replace(self.predict(()), now_ns=step_ns)
-        return None if self.cpu_step is None else replace(self.cpu_step.without("", NOTHING), now_ns=step_ns)
+    def typical_instead_of(self, step_ns: int, least_ns: int = 0) -> TimeAnswer | None:
+        """Return what without a cause is the typical step, or ``least_ns`` if that is longer; with it ``step_ns``.
+
+        None where no step is known.
+        """
+        if self.replay is None and self.cpu_step is None:
+            return None
+        typical = self.predict(()) if self.cpu_step is None else self.cpu_step.without("", NOTHING)
+        more_ns = max(0, least_ns - (typical.expected_ns or 0))
+        low_ns, expected_ns, high_ns = (
+            None if time_ns is None else time_ns + more_ns
+            for time_ns in (typical.low_ns, typical.expected_ns, typical.high_ns)
+        )
+        return replace(typical, now_ns=step_ns, low_ns=low_ns, expected_ns=expected_ns, high_ns=high_ns)
 
     def _ask_once(
         self,

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from itertools import accumulate, groupby
 from pathlib import PurePath
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -430,36 +430,68 @@ def _drop_time(columns: StepColumns, setting: Setting, lines: Sequence[LineTime]
 
 def change_workers(columns: StepColumns, setting: Setting) -> StepColumns:
     """Batches are ready in time, or as soon as so many workers can make them; the step no longer makes them itself."""
-    facts, gap, workers = setting.facts, list(columns.gap_ns), int(setting.argument)
+    facts, workers = setting.facts, int(setting.argument)
     if not workers:
         raise CannotPredictError("what the program takes itself for a batch is not known; `profkit try` measures it")
-    waits = {
-        call: min(phases[DATA], gap[call])
-        for call, phases in enumerate(setting.step.gap_phases)
-        if phases.get(DATA) and gap[call] > 0
-    }
-    late_ns = columns.late_ns if not facts.workers or _are_workers_slow(columns, setting) else 0
-    whole_ns = sum(waits.values()) + late_ns
-    batch_ns = facts.batch_in_worker(whole_ns, setting.world)
-    if not whole_ns or batch_ns is None:
+    waits = _find_data_waits(columns, setting)
+    batch_ns = facts.batch_in_worker(waits.whole_ns, setting.world)
+    is_fewer = workers < facts.workers
+    if batch_ns is None or not (waits.whole_ns or is_fewer):
         raise CannotPredictError("the step does not wait for data, or how long a worker takes for a batch is not known")
     step_ns = run_steadily(columns, setting.constants).step_ns
-    if whole_ns > _KEPT_WAITING * step_ns:
+    if waits.whole_ns > _KEPT_WAITING * step_ns:
         batch_ns = max(batch_ns, facts.workers * step_ns)
-    for call, wait_ns in waits.items():
-        gap[call] -= wait_ns
-    ready = replace(columns, gap_ns=gap, late_ns=columns.late_ns - late_ns)
-    at_work = min(workers, batch_ns / max(run_steadily(ready, setting.constants).step_ns, 1))
+    in_time_ns = run_steadily(waits.remove_from(columns), setting.constants).step_ns
+    at_work = min(workers, batch_ns / max(in_time_ns, 1))
     before, after = (facts.slower_beside(count, setting.world) for count in (facts.workers, at_work))
-    ready = slow_host(ready, max(1.0, after / before))
     uneven = _UNEVEN[setting.world] if facts.workers else 1.0
     every_ns = round(uneven * batch_ns / facts.batches_at_once(workers, setting.world))
-    first, fetch_ns = next(iter(waits), 0), min(whole_ns, FETCH_NS[setting.world])
-    ready = _lengthen_gap(ready, first, fetch_ns)
-    if late_ns:
+    most_ns = every_ns if is_fewer else None
+    return have_batches_come(columns, setting, every_ns, most_ns=most_ns, slower=max(1.0, after / before))
+
+
+class _DataWaits(NamedTuple):
+    """A step's waits for data by the call before which they lie, and what one of many steps waits for the others."""
+
+    of_calls: dict[int, int]
+    late_ns: int
+
+    @property
+    def whole_ns(self) -> int:
+        return sum(self.of_calls.values()) + self.late_ns
+
+    def remove_from(self, columns: StepColumns) -> StepColumns:
+        gap = list(columns.gap_ns)
+        for call, wait_ns in self.of_calls.items():
+            gap[call] -= wait_ns
+        return replace(columns, gap_ns=gap, late_ns=columns.late_ns - self.late_ns)
+
+
+def _find_data_waits(columns: StepColumns, setting: Setting) -> _DataWaits:
+    waits = {
+        call: min(phases[DATA], columns.gap_ns[call])
+        for call, phases in enumerate(setting.step.gap_phases)
+        if phases.get(DATA) and columns.gap_ns[call] > 0
+    }
+    is_late = not setting.facts.workers or _are_workers_slow(columns, setting)
+    return _DataWaits(waits, columns.late_ns if is_late else 0)
+
+
+def have_batches_come(
+    columns: StepColumns, setting: Setting, every_ns: int, *, most_ns: int | None = None, slower: float = 1.0
+) -> StepColumns:
+    """Return the step for which a batch comes every so often: in time, or it waits, by no more than it does now.
+
+    With ``most_ns`` it waits by no more than that. The host takes ``slower`` times as long beside the workers.
+    """
+    waits = _find_data_waits(columns, setting)
+    first, fetch_ns = next(iter(waits.of_calls), 0), min(waits.whole_ns, FETCH_NS[setting.world])
+    ready = _lengthen_gap(slow_host(waits.remove_from(columns), slower), first, fetch_ns)
+    if waits.late_ns:
         left_ns = every_ns - run_steadily(ready, setting.constants).step_ns
-        return replace(ready, late_ns=min(max(0, left_ns), late_ns))
-    return _wait_for_batches(ready, first, every_ns, whole_ns - fetch_ns, setting)
+        return replace(ready, late_ns=min(max(0, left_ns), waits.late_ns if most_ns is None else most_ns))
+    most_ns = waits.whole_ns - fetch_ns if most_ns is None else most_ns
+    return _wait_for_batches(ready, first, every_ns, most_ns, setting)
 
 
 def keep_waiting(columns: StepColumns, before: StepColumns, setting: Setting) -> StepColumns:

@@ -197,6 +197,8 @@ def queue_of(iterator: Any) -> Queue:
 
 LONGEST_DRAIN = 64
 """The most steps that are left out."""
+LONGEST_BURST = 16
+"""The most steps that are recorded for the sake of workers that deliver at once, where fewer were asked for."""
 LONGEST_DRAIN_NS = 30_000_000_000
 """The most time that the steps left out may take without a profiler."""
 
@@ -223,13 +225,12 @@ class QueueDrain:
         self._before = self._loading.look()
         self._began_ns = perf_counter_ns()
 
-    def plan(self, number: int, unprofiled: Sequence[Mapping[str, int]], *, may_drain: bool) -> int:
-        """The recorder has been started: return how many of the steps that begin now do not count.
+    def plan(self, number: int, unprofiled: Sequence[Mapping[str, int]], steps: int | None) -> int:
+        """The recorder has been started: return how many steps it records beyond ``steps``, None where all follow.
 
-        All ranks that meet leave out equally many, as many as the one that needs most. All must come here.
-
-        Args:
-            may_drain: False where the number of steps that follow is fixed.
+        Those that do not count come first. Where some do not, and the workers deliver at once for more than ``steps``,
+        as many as they deliver for are recorded after these: fewer may hold all of the waits, or none. All ranks that
+        meet leave out equally many, as many as the one that needs most, and record equally many. All must come here.
         """
         start_ns = perf_counter_ns() - self._began_ns
         after, per_step = self._loading.look(), self._loading.batches_per_step
@@ -240,12 +241,15 @@ class QueueDrain:
             self._before, after, per_step, usually_waits=usually_waits, keeps_full=self._loading.keeps_full
         )
         drained = min(needed, LONGEST_DRAIN, int(LONGEST_DRAIN_NS / step_ns) if step_ns else LONGEST_DRAIN)
+        burst = math.ceil(after.workers / per_step) if per_step and drained else 0
+        more = 0 if steps is None else max(0, min(burst, LONGEST_BURST) - steps)
         try:
-            drained = drained if may_drain else 0
-            if may_drain and self._run is not None:
-                drained = LocalRanks(self._run).agree("drain", drained)
+            if self._run is not None:
+                drained, more = (
+                    LocalRanks(self._run).agree(what, count) for what, count in (("drain", drained), ("burst", more))
+                )
         except OSError:  # a full disk
-            drained = 0
+            drained = more = 0
         if after.workers or drained:
             self._found = Loading(
                 workers=after.workers,
@@ -258,7 +262,7 @@ class QueueDrain:
                 epoch_batches=self._loading.epoch.batches,
                 epoch_start_ns=self._loading.epoch.start_ns,
             )
-        return drained
+        return drained + more
 
     def describe(self, recorded: int) -> Loading | None:
         """Return what is to be said of the loaders, None without workers; ``recorded`` steps ended since the plan.

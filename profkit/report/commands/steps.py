@@ -80,8 +80,8 @@ def _drain_note(manifest: Manifest) -> list[str]:
         return []
     steps, held = format_count(loading.drained_steps, "recorded step"), format_ns(loading.start_ns)
     return [
-        f"left out: {steps} before these; they emptied the data loader's queue of {loading.queue_batches:,} batches,"
-        f" which had filled while the program was held up (the recorder started in {held})"
+        f"left out: {steps} before these, as many as the data loader's queue holds batches,"
+        f" which filled while the program was held up (the recorder started in {held})"
     ]
 
 

@@ -253,7 +253,7 @@ def describe_step(summary: Summary) -> Iterator[str]:
         yield from filter(None, (_name_machine(summary), head.precision, head.torch and f"torch {head.torch}"))
     yield from [format_count(head.rank_count, "rank")] if head.rank_count > 1 else []
     if head.steps:
-        drained = f" after {head.drained_steps} that emptied the data loader's queue" if head.drained_steps else ""
+        drained = f" after {head.drained_steps} for a data loader's full queue" if head.drained_steps else ""
         yield f"{format_count(head.steps, 'step')} recorded{drained}"
     for step in summary.steps:
         if step.unprofiled_ns is not None and step.recorded_ns is not None:
