@@ -1115,6 +1115,19 @@ def test_workers_that_start_anew_in_none_of_the_timed_steps_make_the_mean_step_l
         assert advice.other_step_ns == pytest.approx(program.lengths[1] + 1.6 * MS, rel=0.01)
 
 
+@pytest.mark.parametrize(("path", "own"), [("backward", 0), ("backward/model/h.0", 6)])
+def test_what_backward_runs_outside_of_unknown_modules_is_no_single_places(tmp_path: Path, path: str, own: int) -> None:
+    """A norm outside of all modules, whose backward pass of six kernels follows on the loss's own two."""
+    norm = launch(SUM, 100_000), launch(ADD, 100_000, 3), launch(SQRT, 100_000)
+    loss = launch(NVJET, 100_000), launch(ADD, 100_000), launch(SOFTMAX, 100_000), launch(ADD, 100_000, 2)
+    blocks = within(path, *[launch(NVJET, 100_000), launch(ADD, 100_000, 6)] * 10)
+    backward = within("backward", *loss, launch(NVJET, 100_000), launch(ADD, 100_000, 6)), blocks
+    program = equal_steps(within("forward", *norm, launch(NVJET, 100_000)), *backward, wait)
+    advice = by_code(program.write(tmp_path))["norm"]
+    assert advice.evidence["kernels"] == 5 + own
+    assert ("with backward" in advice.cause) == bool(own)
+
+
 ATTENTION = "h.*/h.*.attn"
 
 

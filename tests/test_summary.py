@@ -536,7 +536,7 @@ def test_of_a_capture_that_failed_its_self_check_nothing_is_concluded(monkeypatc
 
 
 def test_the_tries_are_data_with_what_they_buy_together() -> None:
-    path = capture("small.nsys2025.sqlite")
+    path = ROOT / "traces" / "small-train.nsys2025.sqlite"
     said = _json("summary", path)
     advice = find_advice(open_capture(path), _summary(path))
     assert said["schema"] == 2
@@ -545,4 +545,5 @@ def test_the_tries_are_data_with_what_they_buy_together() -> None:
         *("code", "cause", "line", "module", "change", "edit", "after_ns", "saves_ns", "saves_bytes"),
         *("costs", "evidence", "proof", "measured", "detail"),
     }
-    assert said["advice_together"] == (None if advice.together_ns is None else {"after_ns": vars(advice.together_ns)})
+    assert advice.together_ns is not None
+    assert said["advice_together"] == {"after_ns": vars(advice.together_ns)}

@@ -69,6 +69,9 @@ _FOREACH = "multi_tensor_apply"
 
 Run = tuple[Operation, ...]
 
+ChainPlace = tuple[str | None, str]
+"""A module, or None and the phase of what runs outside of all modules."""
+
 
 def _fp32_products(evidence: Evidence) -> Iterator[Cause]:
     """Products in fp32, which use no tensor cores."""
@@ -363,15 +366,29 @@ def _chains(evidence: Evidence) -> Iterator[Cause]:
     """
     if evidence.step is None or evidence.is_debugged:
         return
-    skipped = _attention_modules(evidence)
-    runs = evidence.runs(evidence.step, lambda one: _is_link(one, skipped))
+    runs = _find_runs(evidence, evidence.step)
     places = dict.fromkeys(_place_of(run) for run in runs if run[0].phase != BACKWARD and _is_written_out(run))
-    mine = {place: [run for run in runs if _is_link_of(run, place)] for place in places}
+    mine = {place: _find_chain(evidence, evidence.step, place) for place in places}
     cost = {place: sum(one.duration_ns + _LAUNCH_NS for run in mine[place] for one in run) for place in places}
     for place in sorted(cost, key=lambda place: -cost[place])[:_MOST_CHAINS]:
-        cause = _describe_chain(evidence, place, mine[place], skipped)
+        cause = _describe_chain(evidence, place, mine[place])
         if cause.module or cause.line or not evidence.lines or cause.code == "cross-entropy":
             yield cause
+
+
+def _find_runs(evidence: Evidence, step: ReplayedStep) -> list[Run]:
+    skipped = _attention_modules(evidence)
+    return evidence.runs(step, lambda one: _is_link(one, skipped))
+
+
+def _find_chain(evidence: Evidence, step: ReplayedStep, place: ChainPlace) -> list[Run]:
+    """Return the runs of a step that are written out in a place, with those of its backward passes.
+
+    What backward runs outside of all modules may be anybody's, unless most of backward lies in modules.
+    """
+    knows_backward = _knows_modules_of_backward(evidence.kernels)
+    runs = [run for run in _find_runs(evidence, step) if _is_link_of(run, place)]
+    return [run for run in runs if knows_backward or run[0].module or run[0].phase != BACKWARD]
 
 
 def _is_link(operation: Operation, skipped: frozenset[str]) -> bool:
@@ -381,14 +398,22 @@ def _is_link(operation: Operation, skipped: frozenset[str]) -> bool:
     return is_small and operation.phase != OPTIMIZER and operation.module not in skipped
 
 
-def _place_of(run: Run) -> tuple[str | None, str]:
+def _place_of(run: Run) -> ChainPlace:
     return run[0].module, "" if run[0].module else run[0].phase
 
 
-def _is_link_of(run: Run, place: tuple[str | None, str]) -> bool:
-    if run[0].phase == BACKWARD:
-        return run[0].module == place[0] and len(run) > 2
+def _is_link_of(run: Run, place: ChainPlace) -> bool:
+    """Return whether a run is of a place; outside of all modules a few kernels are the backward pass of torch's own."""
+    module, phase = run[0].module, run[0].phase
+    if phase == BACKWARD:
+        return module == place[0] and (len(run) > 2 if module else _is_written_out(run))
     return _place_of(run) == place and _is_written_out(run)
+
+
+def _knows_modules_of_backward(operations: Sequence[Operation]) -> bool:
+    """Return whether most of backward lies in modules: nsys sees none there where no hook opened their ranges."""
+    has_module = [one.module is not None for one in operations if one.phase == BACKWARD]
+    return 2 * sum(has_module) > len(has_module)
 
 
 def _is_written_out(run: Run) -> bool:
@@ -397,17 +422,14 @@ def _is_written_out(run: Run) -> bool:
     return len(run) >= (_MANY if has_own else _FEW)
 
 
-def _describe_chain(
-    evidence: Evidence, place: tuple[str | None, str], runs: Sequence[Run], skipped: frozenset[str]
-) -> Cause:
+def _describe_chain(evidence: Evidence, place: ChainPlace, runs: Sequence[Run]) -> Cause:
     module, phase = place
     longest = max((run for run in runs if run[0].phase != BACKWARD), key=len)
     in_turn = 1 if module else sum(run[0].phase != BACKWARD for run in runs)
     code, what, change = _kind_of_chain(longest, in_turn)
 
     def choose(step: ReplayedStep) -> list[list[int]]:
-        runs = evidence.runs(step, lambda one: _is_link(one, skipped))
-        return [[one.at for one in run] for run in runs if _is_link_of(run, place)]
+        return [[one.at for one in run] for run in _find_chain(evidence, step, place)]
 
     backward = " with backward" if any(run[0].phase == BACKWARD for run in runs) else ""
     is_reducing = any(one.category == "reduction" for one in longest)
