@@ -29,14 +29,15 @@ def parse_target(text: str) -> str:
     """Return the preset that ``model.NAME`` names.
 
     Raises:
-        UsageError: no such preset (the nearest are named), or something that is no built-in model.
+        UsageError: no such preset (the nearest are named), or a word that names neither a model nor a program.
     """
     name = text.removeprefix(PREFIX)
     if text.startswith(PREFIX) and name in PRESETS:
         return name
     known = ", ".join(PREFIX + preset for preset in PRESETS)
     if not text.startswith(PREFIX) and name not in PRESETS:
-        raise UsageError(f"{text}: only built-in models can be run: {known}; your own: profkit run train.py")
+        what = "this file cannot be executed" if Path(text).is_file() else "no such command"
+        raise UsageError(f"{text}: {what}; built-in models are {known}; your own script: profkit run train.py")
     by_folded_name = {preset.casefold(): preset for preset in PRESETS}
     nearest = difflib.get_close_matches(name.casefold(), by_folded_name, n=1)
     hint = f"did you mean {PREFIX}{by_folded_name[nearest[0]]}?" if nearest else f"there are {known}"
