@@ -66,6 +66,16 @@ def test_a_run_gives_every_range_its_work_by_its_path(tmp_path: Path) -> None:
     assert numbered["step 1/forward/layer 1"].flops == 1_500
 
 
+def test_needed_flops_that_an_older_file_lacks_are_unknown_and_the_rest_is_known(tmp_path: Path) -> None:
+    run = make_timed_run(tmp_path)
+    work = two_steps_work()
+    del work["ranges"][3]["needed_flops"]
+    (run / "work.json").write_text(json.dumps(work))
+    rows = rows_by_path(read_trace(run).efficiency())
+    assert (rows["step */forward/layer *"].flops, rows["step */forward/layer *"].needed_flops) == (5_000, None)
+    assert rows["step */forward"].needed_flops == 2 * 2_999
+
+
 def test_a_scripts_ranges_around_its_steps_do_not_hide_their_work(tmp_path: Path) -> None:
     builder = NsysBuilder()
     builder.range("epoch 0", 0, 1_000)

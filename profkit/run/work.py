@@ -57,19 +57,20 @@ class RangeWork:
     ``flops_by_dtype`` sums to ``flops``; its keys are those of ``profkit ceilings`` ("fp32", "tf32", "bf16", "fp16"),
     else torch's name of the type. ``instances`` is how many a step has. Where they differ (``varies``) the numbers are
     means, rounded down for each type and number, and ``flops_in_step`` are the FLOPs of all instances together by type;
-    else it is empty. Files of before 2027 know no ``recomputed_flops``: 0.
+    else it is empty. Files of before 2027 know no ``recomputed_flops``: 0. Some of November 2026 have no
+    ``needed_flops``: None.
     """
 
     path: tuple[RangeName, ...]
     flops: int
     other_flops: int
-    needed_flops: int
     least_bytes: int
     flops_by_dtype: dict[Word, int]
     instances: int = 1
     varies: bool = False
     recomputed_flops: int = 0
     flops_in_step: dict[Word, int] = field(default_factory=dict)
+    needed_flops: int | None = None
 
     def flops_of(self, count: int) -> dict[str, int]:
         """Return the FLOPs of ``count`` instances by type: exact for those of whole steps."""
@@ -78,7 +79,7 @@ class RangeWork:
         return {dtype: flops * count // self.instances for dtype, flops in self.flops_in_step.items()}
 
     def __post_init__(self) -> None:
-        counts = (self.flops, self.other_flops, self.needed_flops, self.least_bytes, self.instances)
+        counts = (self.flops, self.other_flops, self.needed_flops or 0, self.least_bytes, self.instances)
         if min(*counts, self.recomputed_flops, *self.flops_by_dtype.values(), *self.flops_in_step.values()) < 0:
             raise ValueError("a negative count")
 

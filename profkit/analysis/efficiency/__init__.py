@@ -234,10 +234,11 @@ def _sum(whole: list[tuple[RangeWork, int]]) -> Amount:
     by_dtype: Counter[str] = Counter()
     for work, count in whole:
         by_dtype.update(work.flops_of(count))
+    needed = [None if work.needed_flops is None else work.needed_flops * count for work, count in whole]
     return Amount(
         flops=sum(by_dtype.values()),
         other_flops=sum(work.other_flops * count for work, count in whole),
-        needed_flops=sum(work.needed_flops * count for work, count in whole),
+        needed_flops=None if None in needed else sum(filter(None, needed)),
         least_bytes=sum(work.least_bytes * count for work, count in whole),
         recomputed_flops=sum(work.recomputed_flops * count for work, count in whole),
         flops_by_dtype=dict(by_dtype),
