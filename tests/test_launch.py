@@ -219,7 +219,15 @@ WORDS = {
         "--webhook https://x",
     ),
     "kind": ("model.tiny", "tiny", "no-such-program", "sh", "python train.py"),
-    "preset": (*(f"model.{name}" for name in PRESETS), "model.smal", "model.2.7b", "model.gpt5", "xl", "no-such-command", ""),
+    "preset": (
+        *(f"model.{name}" for name in PRESETS),
+        "model.smal",
+        "model.2.7b",
+        "model.gpt5",
+        "xl",
+        "no-such-command",
+        "",
+    ),
 }
 
 

@@ -13,7 +13,7 @@ from profkit.analysis.compare.comparison import ReducedCapture, compare_captures
 from profkit.analysis.compare.provenance import compare_provenance
 from profkit.analysis.opened import OpenedCapture
 from profkit.analysis.ranks.comparison import RanksResult, compare_opened
-from profkit.cli.options import FILE, LIMIT, MILLISECONDS, PERCENT, POSITIVE, SHARE, range_option
+from profkit.cli.options import FILE, MILLISECONDS, PERCENT, POSITIVE, SHARE, SIZE, range_option
 from profkit.cli.outputs import Output, output_options, refuse_overwriting, shown_after_a_second, write_warnings
 from profkit.errors import CheckError, UsageError
 from profkit.reading import open_capture
@@ -109,7 +109,7 @@ def open_shown(path: Path) -> OpenedCapture:
 @click.argument("run", type=FILE)
 @click.option("--max-step-ms", "max_step_ns", type=MILLISECONDS, help="Longest unprofiled step, in milliseconds.")
 @click.option(
-    "--max-peak", "max_peak_bytes", type=LIMIT, help="Highest peak of allocated memory, with its unit: 40GiB or 40GB."
+    "--max-peak", "max_peak_bytes", type=SIZE, help="Highest peak of allocated memory, with its unit: 40GiB or 40GB."
 )
 @click.option(
     "--max-idle",

@@ -115,12 +115,19 @@ def _exact(number: str) -> Fraction:
 
 
 def parse_bytes(text: str) -> int:
-    """Return the bytes that ``10MiB``, ``1.5 GB`` or ``4096`` mean: MiB is 2²⁰, MB is 10⁶, and a bare M is 2²⁰."""
+    """Return the bytes that ``10MiB``, ``1.5 GB`` or ``512 B`` mean: MiB is 2²⁰, MB is 10⁶, and a bare M is 2²⁰.
+
+    A number alone is refused: it could be meant as GiB.
+    """
     match = _SIZE.fullmatch(text.strip())
     if match is None:
-        raise ValueError(f"{text!r} is not a size such as 512, 10MiB or 1.5GB")
+        raise ValueError(f"{text!r} is not a size such as 512B, 10MiB or 1.5GB")
     unit, number = match["unit"].lower(), _exact(match["number"])
-    if unit in ("", "b"):
+    if not unit:
+        units = ("GiB", "MiB", "B") if number.denominator == 1 else ("GiB", "MiB", "KiB")
+        *first, last = [f"{match['number']}{one}" for one in units]
+        raise ValueError(f"{match['number']} has no unit; write {', '.join(first)} or {last}")
+    if unit == "b":
         if number.denominator != 1:
             raise ValueError(f"{text!r} is not a size: a byte cannot be divided")
         return int(number)
@@ -129,14 +136,6 @@ def parse_bytes(text: str) -> int:
         raise ValueError(f"{text!r}: {match['unit']} is not a unit of size; use KiB, MiB, GiB, TiB, kB, MB, GB or TB")
     base = 1000 if unit[1:] == "b" else 1024
     return round(number * int(base**power))
-
-
-def parse_limit(text: str) -> int:
-    """Return the bytes of a size with its unit, ``40GiB`` or ``512 B``: a number alone could be meant as GiB."""
-    size = parse_bytes(text)
-    if text.strip().isdigit():
-        raise ValueError(f"{text.strip()} has no unit; write {text.strip()}GiB, {text.strip()}MiB or {text.strip()}B")
-    return size
 
 
 def parse_percent(text: str) -> float:
@@ -180,7 +179,6 @@ class Quantity(click.ParamType[Any]):
 
 
 SIZE = Quantity("SIZE", parse_bytes)
-LIMIT = Quantity("SIZE", parse_limit)
 PERCENT = Quantity("PERCENT", parse_percent)
 MILLISECONDS = Quantity("MS", parse_milliseconds)
 SHARE = Quantity("NAME=PERCENT", parse_share)
