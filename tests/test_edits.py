@@ -12,6 +12,7 @@ from profkit.allocator.requests import Requests
 from profkit.allocator.simulate import simulate
 from profkit.analysis.memory.opened_snapshot import OpenedSnapshot
 from profkit.analysis.whatif import Program
+from profkit.analysis.whatif.answers import Case
 from profkit.analysis.whatif.apply import apply_edits
 from profkit.errors import UsageError
 from profkit.names import BACKWARD, LOSS
@@ -318,6 +319,42 @@ def test_a_model_in_bf16_needs_half_for_all_but_its_indices(recorded: dict[str, 
     """This ledger does not say how large an element is: the indices of the pooling have 8 bytes and stay."""
     case = recorded["resnet50-adamw"].whatif(edits=["parameters:bf16"]).cases[1]
     assert case.requested_peak_bytes == pytest.approx(1_660_860_540, rel=0.025)
+
+
+@pytest.mark.parametrize("edit", ["checkpoint:transformer.h.*", "checkpoint:transformer.h.*:every=2"])
+def test_no_peak_of_a_range_lies_below_that_which_it_holds(recorded: dict[str, OpenedSnapshot], edit: str) -> None:
+    for allocator in ("", "expandable_segments:True"):
+        case = recorded["nanogpt"].whatif(edits=[edit], allocators=[allocator]).cases[1]
+        ranges = (case.requested_range_bytes, case.allocated_range_bytes, case.reserved_range_bytes)
+        lows, highs = zip(*ranges, strict=True)
+        assert [*lows] == sorted(lows)
+        assert [*highs] == sorted(highs)
+
+
+def test_an_edited_program_fits_if_the_upper_end_does_and_not_if_the_lower_does_not(
+    recorded: dict[str, OpenedSnapshot],
+) -> None:
+    def case_in(capacity_bytes: int) -> Case:
+        return recorded["resnet50-adamw"].whatif(edits=["checkpoint:layer*.*"], capacity_bytes=capacity_bytes).cases[1]
+
+    low, high = case_in(2 * 2**30).reserved_range_bytes
+    assert high is not None
+    assert low < 2 * 2**30 < high
+    assert [case_in(size).fits for size in (high, 2 * 2**30, 3 * 2**29)] == [True, None, False]
+
+
+def test_what_a_search_names_when_nothing_fits_has_the_lowest_reserved_peak() -> None:
+    """A fused loss alone asks for less than today, and its segments take more."""
+    snapshot = open_snapshot(TRACES / "small-train.snapshot.pickle.gz")
+    found = snapshot.whatif(fit=True, capacity_bytes=2**30)
+    assert found.search is False
+    named = found.cases[1].reserved_peak_bytes
+    assert named is not None
+    for edits in ([], ["loss:fused"], ["checkpoint:layer *:every=2", "loss:fused"]):
+        for allocator in ("", "expandable_segments:True"):
+            other = snapshot.whatif(edits=edits, allocators=[allocator]).cases[1].reserved_peak_bytes
+            assert other is not None
+            assert named <= other
 
 
 def test_a_search_finds_the_cheapest_edits_that_fit(recorded: dict[str, OpenedSnapshot]) -> None:

@@ -21,7 +21,7 @@ from profkit.analysis import NotebookResult, table_of
 from profkit.analysis.memory import find_capacity
 from profkit.analysis.memory.device import DeviceMemory
 from profkit.analysis.whatif import Program
-from profkit.analysis.whatif.apply import Cost, EditedPeak, apply_edits, find_fitting, take_apart
+from profkit.analysis.whatif.apply import Cost, EditedPeak, Rung, apply_edits, find_fitting, take_apart
 from profkit.errors import SnapshotError, UsageError
 from profkit.snapshot.columns import Settings
 
@@ -51,8 +51,9 @@ class Case:
     phase: str | None = None
     """In which the allocated memory is at its peak."""
     fits: bool | None = None
+    """Whether it survives in the capacity; None where that hangs on what is not known, and where no capacity is."""
     failed_request_bytes: int | None = None
-    """Where it does not fit: the request that fails."""
+    """Where it does not fit, or perhaps not: the request that fails."""
 
 
 CapacitySource = Literal["asked", "seen", "gpu"]
@@ -75,7 +76,7 @@ class WhatIf(NotebookResult):
     edited: EditedPeak | None = None
     """What the edited program's peak is made of."""
     search: bool | None = None
-    """Of a search for edits that fit, whether it found some; else None."""
+    """Of a search for edits that fit, whether it found some that surely do; else None."""
 
     def to_pandas(self) -> pd.DataFrame:
         return table_of(self.cases, Case)
@@ -183,7 +184,8 @@ class _Cases:
         """Unproven, it holds what any allocator with these settings does: no peak is below the requests, rounded."""
         if not self._is_proven:
             low = requests.highest_sum(round_sizes(requests.requested_bytes, settings), requests.freed)
-            return _case(settings, requests.peak_bytes(), (low, None), (low, None), edits=edits), None
+            fits = None if self._capacity is None or low <= self._capacity else False
+            return _case(settings, requests.peak_bytes(), (low, None), (low, None), edits=edits, fits=fits), None
         prediction = predict(requests, settings, self._capacity)
         simulation, failed = prediction.simulation, prediction.failed
         last = len(self._memory.device.events) - 1
@@ -205,15 +207,25 @@ class _Cases:
     def edited(
         self, today: Case, texts: tuple[str, ...], variants: list[Settings], *, fit: bool, cost: Cost | None
     ) -> tuple[list[Case], EditedPeak | None, bool | None]:
-        program, has_found = Program(self._memory), None
-        variants = variants or [self._memory.history.settings]
+        program, recorded = Program(self._memory), self._memory.history.settings
+        variants, has_found = variants or [recorded], None
         if fit:
             if self._capacity is None or not self._is_proven:
                 raise UsageError("no edits can be searched for: the simulator is not proven on this snapshot")
             if today.fits and self._requests.fatal is None:
                 return [], None, True
-            rung, has_found = find_fitting(program, self._memory.history.settings, self._capacity, cost)
+
+            def fits(rung: Rung) -> bool | None:
+                return self._edited_cases(program, rung.edits, [rung.settings])[0][0].fits
+
+            rung, has_found = find_fitting(program, recorded, self._capacity, cost, fits)
             texts, variants = rung.edits, [rung.settings]
+        cases, peak = self._edited_cases(program, texts, variants)
+        return cases, peak, has_found
+
+    def _edited_cases(
+        self, program: Program, texts: tuple[str, ...], variants: list[Settings]
+    ) -> tuple[list[Case], EditedPeak]:
         requests, applied = apply_edits(program, texts)
         found = [self.under(settings, requests.with_fatal(), texts) for settings in variants]
         cases = [case for case, _ in found]
@@ -221,8 +233,8 @@ class _Cases:
             ends = [apply_edits(program, texts, bound=bound)[0].with_fatal() for bound in ("least", "most")]
             cases = [self._widen(case, ends, settings) for case, settings in zip(cases, variants, strict=True)]
         if any(edit.recomputed for edit in applied):
-            cases = list(map(_stretch, cases))
-        return cases, take_apart(program, requests, applied, found[0][1]), has_found
+            cases = [_stretch(case, self._capacity) for case in cases]
+        return cases, take_apart(program, requests, applied, found[0][1])
 
     def _widen(self, case: Case, ends: list[Requests], settings: Settings) -> Case:
         """Return a case with ranges that also cover other assumptions on what is not known of its edits."""
@@ -230,9 +242,10 @@ class _Cases:
         case = replace(case, exact=False, requested_range_bytes=_span(case.requested_range_bytes, requested))
         if not self._is_proven:
             return case
-        both = [predict(end, settings) for end in ends]
+        both = [predict(end, settings, self._capacity) for end in ends]
         return replace(
             case,
+            fits=case.fits if {end.fits for end in both} == {case.fits} else None,
             allocated_range_bytes=_span(case.allocated_range_bytes, [end.allocated_range_bytes for end in both]),
             reserved_range_bytes=_span(case.reserved_range_bytes, [end.reserved_range_bytes for end in both]),
         )
@@ -257,14 +270,26 @@ def _case(
     )
 
 
-def _stretch(case: Case) -> Case:
-    """Return a case with ranges as wide as real programs with checkpoints were found to need."""
+def _stretch(case: Case, capacity_bytes: int | None) -> Case:
+    """Return a case with ranges as wide as real programs with checkpoints were found to need.
+
+    It surely fits if all of what it may reserve does, and surely not if none of it does. PyTorch reserves what it has
+    allocated, and allocates what was requested: a lower end is never below that of the peak before it.
+    """
     margins = {"requested": _MARGIN, "allocated": _MARGIN, "reserved": _RESERVED_MARGIN}
     ranges: dict[str, Any] = {}
+    least = 0
     for kind, margin in margins.items():
         low, high = getattr(case, f"{kind}_range_bytes")
-        ranges[f"{kind}_range_bytes"] = int(low * (1 - margin)), None if high is None else int(high * (1 + margin))
-    return replace(case, **ranges)
+        least = max(least, int(low * (1 - margin)))
+        ranges[f"{kind}_range_bytes"] = least, None if high is None else int(high * (1 + margin))
+    stretched = replace(case, **ranges)
+    if capacity_bytes is None or case.fits is None:
+        return stretched
+    low, high = stretched.reserved_range_bytes
+    is_within = high is not None and high <= capacity_bytes
+    is_sure = is_within if case.fits else low > capacity_bytes
+    return stretched if is_sure else replace(stretched, fits=None)
 
 
 def _span(first: Range, others: Sequence[Range]) -> Range:

@@ -13,11 +13,12 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
+from operator import itemgetter
 
 import numpy as np
 
 from profkit.allocator.requests import Requests
-from profkit.allocator.simulate import Simulation, predict
+from profkit.allocator.simulate import Simulation, predict, simulate
 from profkit.analysis.memory.places import Piece, fold, sum_by_module
 from profkit.analysis.tree.range_tree import RangesResult
 from profkit.analysis.whatif import (
@@ -41,6 +42,9 @@ FAILED_REQUEST = "(the request that failed)"
 
 Cost = Callable[[Sequence[str]], int | None]
 """Returns the kernel time in nanoseconds that some ranges take in a step's forward pass; None if it is not known."""
+
+Fits = Callable[["Rung"], bool | None]
+"""Returns whether a program with some edits fits, whatever is not known of them; None if that decides."""
 
 
 def cost_of_ranges(tree: RangesResult) -> Cost:
@@ -206,27 +210,49 @@ class Rung:
     """What checkpoints compute again: nanoseconds of kernel time a step, or calls where that is not known."""
 
 
-def find_fitting(program: Program, settings: Settings, capacity_bytes: int, cost: Cost | None) -> tuple[Rung, bool]:
-    """Return the cheapest set that fits, or else the one that needs least, and whether it fits."""
+def find_fitting(
+    program: Program, settings: Settings, capacity_bytes: int, cost: Cost | None, fits: Fits
+) -> tuple[Rung, bool]:
+    """Return the cheapest set that surely fits, and True; else the cheapest that perhaps fits, else that of the lowest
+    reserved peak, and False.
+    """
     edited: _Known = {(): program.recorded()}
 
     def price(rung: Rung) -> tuple[int, float, int]:
         unknown = sum(edit in _UNKNOWN_TIME for edit in rung.edits)
         return unknown, rung.added, len(rung.edits) + (rung.settings != settings)
 
-    rungs = sorted(_rungs(program, settings, cost, edited), key=price)
-    least, least_bytes = rungs[0], 2**62
-    for rung in rungs:
+    perhaps: Rung | None = None
+    tried: list[tuple[int, Rung]] = []
+    for rung in sorted(_rungs(program, settings, cost, edited), key=price):
         after = _edited(program, rung.edits, edited)
         if after is None:
             continue
         requests = after.with_fatal()
         requested = requests.peak_bytes()
-        if requested < least_bytes:
-            least, least_bytes = rung, requested
-        if requested <= capacity_bytes and predict(requests, rung.settings, capacity_bytes).fits:
-            return rung, True
-    return least, False
+        tried.append((requested, rung))
+        if requested <= capacity_bytes and predict(requests, rung.settings, capacity_bytes).fits is not False:
+            found = fits(rung)
+            if found:
+                return rung, True
+            if found is None and perhaps is None:
+                perhaps = rung
+    return perhaps or _least_reserved(program, tried, edited), False
+
+
+def _least_reserved(program: Program, tried: list[tuple[int, Rung]], edited: _Known) -> Rung:
+    """Return the set with the lowest reserved peak, which is never below what is requested."""
+    least, least_bytes = tried[0][1], 2**62
+    for requested, rung in sorted(tried, key=itemgetter(0)):
+        if requested >= least_bytes:
+            break
+        after = _edited(program, rung.edits, edited)
+        if after is None:
+            continue
+        simulation = simulate(after.with_fatal(), rung.settings)
+        if simulation.failed is None and simulation.reserved_peak_bytes < least_bytes:
+            least, least_bytes = rung, simulation.reserved_peak_bytes
+    return least
 
 
 def _rungs(program: Program, settings: Settings, cost: Cost | None, edited: _Known) -> Iterator[Rung]:

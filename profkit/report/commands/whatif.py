@@ -32,7 +32,7 @@ _EXACT = (
 )
 _SCHEMA = 2
 _SIGNED = Unit(lambda value: format_bytes(value) if value <= 0 else f"+{format_bytes(value)}")
-_YES = Unit({True: "yes", False: "no"}.__getitem__, right=False)
+_FITS = {True: "yes", False: "no", None: "perhaps"}
 _PEAK = Unit(str)
 _CAPACITIES = {
     "asked": "--capacity",
@@ -71,11 +71,11 @@ def build_whatif_document(result: WhatIf) -> Document:
         Column("reserved", "reserved", _PEAK),
         Column("change", "change", _SIGNED),
     ]
-    if any(case.fits is not None for case in result.cases):
-        columns.append(Column("fits", "fits", _YES))
+    if result.capacity_bytes is not None or any(case.fits is not None for case in result.cases):
+        columns.append(Column("whether_fits", "fits", TEXT))
     parts: list[Table | Lines] = [
         Lines(_head(result), "head"),
-        Table(columns, [_row(case, today) for case in shown]),
+        Table(columns, [_row(result, case) for case in shown]),
         *_edited_parts(result),
         Lines(_notes(result, hidden)),
     ]
@@ -88,7 +88,7 @@ def build_whatif_document(result: WhatIf) -> Document:
         **({} if result.edited is None else {"edited": asdict(result.edited)}),
         **({} if result.search is None else {"fit": result.search}),
     }
-    exact = Table((), [_row(case, today) for case in result.cases], exact=_EXACT)
+    exact = Table((), [_row(result, case) for case in result.cases], exact=_EXACT)
     body = {"time": None, "memory": data}
     count = result.identity.wrong_address_count
     wrong = Finding(
@@ -110,8 +110,8 @@ def _compared(case: Case) -> tuple[object, ...]:
     return case.allocated_range_bytes, case.reserved_range_bytes, case.requested_peak_bytes, case.fits
 
 
-def _row(case: Case, today: Case) -> Row:
-    change = None
+def _row(result: WhatIf, case: Case) -> Row:
+    today, change = result.cases[0], None
     if case is not today and case.reserved_peak_bytes is not None and today.reserved_peak_bytes is not None:
         change = case.reserved_peak_bytes - today.reserved_peak_bytes
     ranges = {
@@ -127,6 +127,7 @@ def _row(case: Case, today: Case) -> Row:
         "allocated": _peak(case.allocated_range_bytes, case.exact),
         "reserved": _peak(case.reserved_range_bytes, case.exact),
         "change": change,
+        "whether_fits": _FITS[case.fits] if case.fits is not None or result.capacity_bytes is not None else None,
         **ranges,
     }
 
@@ -171,12 +172,13 @@ def _notes(result: WhatIf, hidden: list[Case]) -> Iterator[str]:
         yield f"fits: PyTorch stays within {room}; CUDA itself needs some more"
     elif today.fits is False:
         yield "fits: unknown, because the program had a limit of its own; name it with --capacity"
-    failed: dict[int, list[str]] = {}
+    failed: dict[tuple[int, bool], list[str]] = {}
     for case in _changed_cases(result):
         if case.failed_request_bytes is not None:
-            failed.setdefault(case.failed_request_bytes, []).append("today" if case is today else _name_case(case))
-    for size, names in failed.items():
-        yield f"A request for {format_exactly(size)} fails: {', '.join(names)}"
+            kind = case.failed_request_bytes, case.fits is None
+            failed.setdefault(kind, []).append("today" if case is today else _name_case(case))
+    for (size, is_unsure), names in failed.items():
+        yield f"A request for {format_exactly(size)} {'may fail' if is_unsure else 'fails'}: {', '.join(names)}"
     best = min(cases, key=_highest, default=today)
     saves = 1 - _highest(best) / max(_highest(today), 1.0)
     if (saves >= _WORTH_A_TRY or (saves > 0 and best.fits and not today.fits)) and not best.edits:
@@ -215,7 +217,9 @@ def _describe_search(result: WhatIf) -> str:
     options = " ".join(words) or "no change"
     if result.search:
         return f"The cheapest that fits in {size} (least time added, then fewest edits): {options}"
-    return f"Nothing that was tried fits in {size}. The least is needed by: {options}"
+    if case.fits is None:
+        return f"Nothing that was tried surely fits in {size}. The cheapest that perhaps does: {options}"
+    return f"Nothing that was tried fits in {size}. The lowest reserved peak: {options}"
 
 
 def _evidence(peak: EditedPeak) -> Iterator[str]:
