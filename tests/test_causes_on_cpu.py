@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 
 from profkit.analysis.causes.advice import AdviceResult, find_advice
+from profkit.analysis.step_replay.limits import OUTSIDE
 from profkit.analysis.summarize import summarize_capture
 from profkit.reading import open_capture
+from profkit.report.commands.answer import describe_answer
 from profkit.run.lines import LineSteps, LineTime, split_lines, write_lines
 from tests.kineto_builder import row, written
 
@@ -89,6 +91,23 @@ def expected_ms(result: AdviceResult) -> float:
     assert advice.after_ns is not None
     assert advice.after_ns.low < advice.after_ns.expected < advice.after_ns.high
     return advice.after_ns.expected / MS
+
+
+def test_an_evaluation_in_few_steps_is_no_part_of_the_step_that_is_shown(tmp_path: Path) -> None:
+    """Of ten steps of 100 ms one validates for 90: the phases keep their times, and the sentence names the longest."""
+    advise(tmp_path)
+    path = tmp_path / "manifest.json"
+    manifest = json.loads(path.read_text())
+    usual = manifest["attached"]["steps"][0]
+    validating = {**usual, "inference_ns": 90 * MS, "step_ns": 190 * MS}
+    manifest["attached"]["steps"] = [*[usual] * 9, validating]
+    path.write_text(json.dumps(manifest))
+    opened = open_capture(tmp_path)
+    summary = summarize_capture(opened)
+    assert summary.tree is not None
+    parts = {next(iter(part.phases)): part.time_ns / MS for part in summary.tree.parts}
+    assert (summary.tree.step_ns, parts) == (100 * MS, {"backward": 40, "forward": 30, OUTSIDE: 20, "optimizer": 10})
+    assert describe_answer(summary, find_advice(opened, summary)).startswith("A step takes 100.0 ms: 40.00 ms of it in")
 
 
 NOTHING = "Nothing found that would save more than 2 %: the step is 40 % backward and 30 % forward and "

@@ -116,14 +116,14 @@ def _by_gpu_time(account: TimeAccount) -> Iterator[tuple[Kind, int]]:
 
 
 def _by_phases(account: TimeAccount, lines: Sequence[LineTime], step_ns: int) -> Iterator[StepPart]:
-    """Yield the phases' unprofiled times and what is left of the step; nothing if several contexts have their own."""
+    """Yield the unprofiled times of the typical step's phases, and what is left of it; nothing of several contexts."""
     timed = account.timed
     if timed is None or len(timed.contexts) != 1:
         return
     left_ns = step_ns
     for times in timed.phases:
-        if times.phase != STEP:
-            time_ns = round(times.clean_ns)
+        time_ns = round(times.typical_ns)
+        if times.phase != STEP and time_ns:
             left_ns -= time_ns
             kind: Kind = "data" if times.phase == DATA else "phase"
             yield StepPart(kind, time_ns, {times.phase: time_ns}, _longest(lines, times.phase))

@@ -59,17 +59,21 @@ class Samples:
     def times_ns(self, clock: Clock, context: int | None) -> dict[str, list[int]]:
         """Return phase → its times in the steps of one context length that have it, in order; the step comes last."""
         by_phase: dict[str, list[int]] = {}
-        for step in self.steps:
-            if step.get(_CONTEXT) == context:
-                for phase, time_ns in _times_of(step, clock).items():
-                    by_phase.setdefault(phase, []).append(time_ns)
+        for step in self.steps_over(context):
+            for phase, time_ns in times_of_step(step, clock).items():
+                by_phase.setdefault(phase, []).append(time_ns)
         return {phase: by_phase[phase] for phase in sorted(by_phase, key=phase_order)}
+
+    def steps_over(self, context: int | None) -> list[dict[Word, int]]:
+        """Return the steps of one context length, in order."""
+        return [step for step in self.steps if step.get(_CONTEXT) == context]
 
     def step_ns(self, context: int | None = None) -> list[int]:
         return self.times_ns("wall", context).get(STEP, [])
 
 
-def _times_of(step: Mapping[str, int], clock: Clock) -> dict[str, int]:
+def times_of_step(step: Mapping[str, int], clock: Clock) -> dict[str, int]:
+    """Return phase → its time in a step by one clock."""
     others = (_SUFFIX["cuda-events"], _SUFFIX["host"]) if clock == "wall" else ()
     return {
         name.removesuffix(_SUFFIX[clock]): time_ns

@@ -184,8 +184,9 @@ def find_cpu_step(account: TimeAccount) -> CpuStep | None:
     timed, step_ns = account.timed, account.step_ns()
     if account.attribution.trace.measure != "cpu-operator" or timed is None or not step_ns or len(timed.contexts) != 1:
         return None
-    phases = {times.phase: round(times.clean_ns) for times in timed.phases if times.phase != STEP}
-    return CpuStep(round(step_ns), phases, find_spread(account), find_variation(account))
+    phases = {times.phase: round(times.typical_ns) for times in timed.phases if times.phase != STEP}
+    has_part = {phase: time_ns for phase, time_ns in phases.items() if time_ns}
+    return CpuStep(round(step_ns), has_part, find_spread(account), find_variation(account))
 
 
 class Evidence:

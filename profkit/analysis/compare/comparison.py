@@ -284,7 +284,7 @@ def compare_unprofiled(before: StepTimes, after: StepTimes) -> CleanComparison:
 
 
 def _compare_samples(name: str, before: PhaseSamples, after: PhaseSamples) -> CleanChange:
-    columns = [np.stack([side.rest_ns, side.wait_ns], axis=1) for side in (before, after)]
+    columns = [np.stack([side.rest_ns, side.wait_ns], axis=1)[side.counted] for side in (before, after)]
     interval = interval_of_step_times(columns[0], columns[1])
     low, high = (None, None) if interval is None else (round(end) for end in interval)
     # A median of integers may end in one half, which a rounded difference would lose.

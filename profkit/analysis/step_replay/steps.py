@@ -53,7 +53,7 @@ from profkit.analysis.step_replay.replay import (
 )
 from profkit.analysis.time_account.account import TimeAccount, share_out
 from profkit.analysis.time_account.gpu_time import is_data_wait
-from profkit.analysis.time_account.step_times import StepTimes, mark_rare
+from profkit.analysis.time_account.step_times import StepTimes
 from profkit.analysis.time_account.steps import measured_ranges
 from profkit.analysis.tree.modules import Place, places_of_ranges
 from profkit.names import DATA, STEP
@@ -399,9 +399,9 @@ def _wait_as_unprofiled(steps: Sequence[ReplayedStep], timed: StepTimes) -> list
     does, that mean would be hidden by the GPU's work: the recorded waits stay, and what nothing hides is added.
     """
     data, step_times = timed.find(DATA, None), timed.find(STEP, None)
-    waits_ns = 0.0 if data is None else data.clean.mean
+    waits_ns = 0.0 if data is None else data.clean_ns
     recorded_ns = fmean(step.phases.wait_ns() for step in steps)
-    exposed_ns = 0.0 if step_times is None else float(step_times.unprofiled.wait_ns.mean())
+    exposed_ns = 0.0 if step_times is None else step_times.unprofiled.exposed_ns
     late_ns = round(exposed_ns * (1 - recorded_ns / (waits_ns or 1)))
     if step_times is not None and recorded_ns < _IN_BURSTS * waits_ns and late_ns > LARGEST_ERROR * step_times.clean_ns:
         return [replace(step, columns=replace(step.columns, late_ns=late_ns)) for step in steps]
@@ -439,7 +439,7 @@ def find_variation(account: TimeAccount) -> float:
         return 0.0
     times_ns = step.unprofiled.total_ns
     waits_ns = np.zeros_like(times_ns) if data is None else data.unprofiled.total_ns
-    is_usual = ~mark_rare(step.unprofiled.rest_ns)
+    is_usual = step.unprofiled.counted
     if len(waits_ns) == len(times_ns):
         times_ns, waits_ns = times_ns[is_usual], waits_ns[is_usual]
     step_spread, wait_spread = (np.subtract(*np.percentile(each, (90, 10))) for each in (times_ns, waits_ns))

@@ -4,6 +4,9 @@ A step takes its mean wait for data and the median of the rest. Data come in bur
 once, so that seven steps find their batch ready and one waits for all, which a median hides. Waits take their mean, and
 every other phase takes its median. A wait that the GPU's work hides makes no step longer: of a step only as much of its
 wait counts as it is longer than the fastest step. All commands ask here how long a step takes.
+
+The typical step is none of the rare ones, which do what most do not: they evaluate the model, or write a checkpoint.
+Neither their time nor their waits are part of it, and no phase is that most of the others lack.
 """
 
 from __future__ import annotations
@@ -18,9 +21,9 @@ import numpy as np
 
 from profkit.analysis import NotebookResult
 from profkit.errors import Finding
-from profkit.names import DATA, PHASES, STEP, context_range
+from profkit.names import DATA, EVALUATION, PHASES, STEP, context_range
 from profkit.run.directory import Run
-from profkit.run.manifest import Clock, Manifest, Samples, phase_order
+from profkit.run.manifest import Clock, Manifest, Samples, phase_order, times_of_step
 from profkit.trace.columns import Bools, Ints
 
 if TYPE_CHECKING:
@@ -88,11 +91,16 @@ def summarize_samples(samples: Sequence[int] | Sequence[float] | Ints) -> Sample
 
 @dataclass(frozen=True, eq=False)
 class PhaseSamples:
-    """The times of one phase by one clock, in ns: of each sample by how much it waits longer for data, and the rest."""
+    """The times of one phase by one clock, in ns: of each sample by how much it waits longer for data, and the rest.
+
+    ``is_usual`` are the samples of steps that are not rare. ``lacking`` is how many such steps have none of the phase.
+    """
 
     clock: Clock
     rest_ns: Ints
     wait_ns: Ints
+    is_usual: Bools
+    lacking: int = 0
 
     @property
     def total_ns(self) -> Ints:
@@ -103,9 +111,26 @@ class PhaseSamples:
         return bool(self.wait_ns.any())
 
     @property
+    def counted(self) -> Bools:
+        """Which samples say what one takes: those of usual steps, or all of a phase that rare steps alone have."""
+        return self.is_usual if self.is_usual.any() else np.ones_like(self.is_usual)
+
+    @property
     def time_ns(self) -> float:
         """Return what one takes: the mean wait for data and the median of the rest; see `name_statistic`."""
-        return float(np.median(self.rest_ns)) + float(np.mean(self.wait_ns))
+        return float(np.median(self.rest_ns[self.counted])) + self.exposed_ns
+
+    @property
+    def exposed_ns(self) -> float:
+        """Return by how much one takes longer for data, on average."""
+        return float(np.mean(self.wait_ns[self.counted]))
+
+    @property
+    def typical_ns(self) -> float:
+        """Return what the typical step has of it: nothing of what rare steps alone have, or fewer than half of all."""
+        absent = np.zeros(self.lacking, dtype=np.int64)
+        rest_ns, wait_ns = (np.append(times[self.is_usual], absent) for times in (self.rest_ns, self.wait_ns))
+        return float(np.median(rest_ns)) + float(np.mean(wait_ns)) if len(rest_ns) else 0.0
 
 
 def name_statistic(*, waits: bool, several: bool = False) -> str:
@@ -145,6 +170,11 @@ class PhaseTimes:
     @property
     def clean_ns(self) -> float:
         return self.unprofiled.time_ns
+
+    @property
+    def typical_ns(self) -> float:
+        """What the typical unprofiled step has of it."""
+        return self.unprofiled.typical_ns
 
     @property
     def profiled_ns(self) -> float | None:
@@ -223,6 +253,23 @@ def mark_rare(times_ns: Sequence[int] | Ints) -> Bools:
     return is_long if is_long.sum() <= _RARE * len(values) else np.zeros_like(is_long)
 
 
+def mark_rare_steps(steps: Sequence[Mapping[str, int]]) -> Bools:
+    """Return which steps of one context length are rare: as `mark_rare` says, or they evaluate a model as few do.
+
+    An evaluation that is long enough for a warning makes a step another one than most, however long these are.
+    """
+    if not steps or not all(_STEP_NS in step for step in steps):
+        return np.zeros(len(steps), dtype=np.bool_)
+    rest_ns = np.array([step[_STEP_NS] for step in steps], dtype=np.int64)
+    rest_ns = rest_ns - _exposed_waits(steps, rest_ns)
+    evaluating_ns = [
+        sum(step.get(f"{phase}_ns", step.get(f"{phase}_event_ns", 0)) for phase in EVALUATION) for step in steps
+    ]
+    is_long = mark_rare(rest_ns)
+    is_rare = is_long | (np.array(evaluating_ns) > _PART * np.median(rest_ns))
+    return is_rare if 2 * is_rare.sum() < len(steps) else is_long
+
+
 def read_step_times(run: str | Path) -> StepTimes | None:
     """Return what the steps of the run directory ``run`` took; None if none were timed.
 
@@ -243,7 +290,7 @@ def summarize_step_times(manifest: Manifest) -> StepTimes | None:
     twin: Twin = "clean" if manifest.clean is not None and manifest.clean.steps else "attached"
     waited_ns = None
     if unprofiled is not manifest.unprofiled and manifest.unprofiled is not None:
-        waited_ns = float(np.mean(manifest.unprofiled.times_ns("wall", None)[DATA]))
+        waited_ns = samples_by_phase(manifest.unprofiled, None)[DATA].time_ns
     return StepTimes(twin, tuple(phases), on_host, waited_ns) if phases else None
 
 
@@ -256,19 +303,25 @@ def settle_waits(manifest: Manifest) -> Samples | None:
     waits. They get it as unevenly as the recorded ones. None if no step was timed without a profiler.
     """
     unprofiled, loading = manifest.unprofiled, manifest.loading
-    profiled = () if manifest.profiled is None else manifest.profiled.steps
+    profiled = () if manifest.profiled is None else _usual_steps(manifest.profiled.steps)
     if unprofiled is None or loading is None or not 0 < loading.burst_steps <= len(profiled):
         return unprofiled
-    longer_ns = _longer_for_data(unprofiled.steps, profiled)
+    longer_ns = _longer_for_data(_usual_steps(unprofiled.steps), profiled)
     if longer_ns is None:
         return unprofiled
-    waits_ns = np.resize([step[_DATA_NS] for step in profiled], len(unprofiled.steps))
-    more_ns = np.rint(waits_ns * (longer_ns / waits_ns.mean())).astype(np.int64).tolist()
+    is_usual = ~mark_rare_steps(unprofiled.steps)
+    waits_ns = np.zeros(len(is_usual))
+    waits_ns[is_usual] = np.resize([step[_DATA_NS] for step in profiled], is_usual.sum())
+    more_ns = np.rint(waits_ns * (longer_ns / waits_ns[is_usual].mean())).astype(np.int64).tolist()
     steps = [
-        {**step, _DATA_NS: step[_DATA_NS] + more, _STEP_NS: step[_STEP_NS] + more}
+        {**step, _DATA_NS: step[_DATA_NS] + more, _STEP_NS: step[_STEP_NS] + more} if more else step
         for step, more in zip(unprofiled.steps, more_ns, strict=True)
     ]
     return replace(unprofiled, steps=tuple(steps))
+
+
+def _usual_steps(steps: Sequence[Mapping[str, int]]) -> list[Mapping[str, int]]:
+    return [step for step, is_rare in zip(steps, mark_rare_steps(steps), strict=True) if not is_rare]
 
 
 def _longer_for_data(unprofiled: Sequence[Mapping[str, int]], profiled: Sequence[Mapping[str, int]]) -> float | None:
@@ -309,30 +362,46 @@ def samples_by_phase(samples: Samples, context: int | None) -> dict[str, PhaseSa
 
     If a sample has both clocks, the host's is taken.
     """
-    by_phase: dict[str, PhaseSamples] = {}
-    for clock in _CLOCKS:
-        for phase, times in samples.times_ns(clock, context).items():
-            by_phase[phase] = _split_waits(samples, context, phase, clock, np.array(times, dtype=np.int64))
+    steps = samples.steps_over(context)
+    by_phase = {phase: times for clock in _CLOCKS for phase, times in _samples_by_clock(steps, clock).items()}
     return {phase: by_phase[phase] for phase in sorted(by_phase, key=phase_order)}
 
 
-def _split_waits(samples: Samples, context: int | None, phase: str, clock: Clock, times_ns: Ints) -> PhaseSamples:
-    """Return the samples of one phase; a step's wait is known only where every step says how long it waited."""
-    waits = times_ns if phase == DATA else np.zeros_like(times_ns)
-    if phase == STEP:
-        known = np.array(samples.times_ns("wall", context).get(DATA, []), dtype=np.int64)
-        waits = np.minimum(known, times_ns - times_ns.min()) if len(known) == len(times_ns) else waits
-    return PhaseSamples(clock, times_ns - waits, waits)
+def _samples_by_clock(steps: Sequence[Mapping[str, int]], clock: Clock) -> dict[str, PhaseSamples]:
+    is_usual = ~mark_rare_steps(steps)
+    each = [times_of_step(step, clock) for step in steps]
+    return {
+        phase: _phase_samples(steps, clock, phase, [times.get(phase) for times in each], is_usual)
+        for phase in dict.fromkeys(phase for times in each for phase in times)
+    }
+
+
+def _phase_samples(
+    steps: Sequence[Mapping[str, int]], clock: Clock, phase: str, times: Sequence[int | None], is_usual: Bools
+) -> PhaseSamples:
+    """Return the samples of one phase, whose ``times`` are None in steps that have none of it."""
+    has_it = np.array([time_ns is not None for time_ns in times])
+    times_ns = np.array([time_ns for time_ns in times if time_ns is not None], dtype=np.int64)
+    waits_ns = np.zeros_like(times_ns)
+    if phase == DATA:
+        waits_ns = times_ns
+    elif phase == STEP and has_it.all():
+        waits_ns = _exposed_waits(steps, times_ns)
+    return PhaseSamples(clock, times_ns - waits_ns, waits_ns, is_usual[has_it], int((is_usual & ~has_it).sum()))
+
+
+def _exposed_waits(steps: Sequence[Mapping[str, int]], times_ns: Ints) -> Ints:
+    """Return how much longer each step is for its wait; known only where every step says how long it waited."""
+    if not all(_DATA_NS in step for step in steps):
+        return np.zeros_like(times_ns)
+    waits_ns = np.array([step[_DATA_NS] for step in steps], dtype=np.int64)
+    return np.minimum(waits_ns, times_ns - times_ns.min())
 
 
 def _summarize(context: int | None, unprofiled: Samples, profiled: Samples) -> Iterator[PhaseTimes]:
-    recorded = {
-        (phase, clock): _split_waits(profiled, context, phase, clock, np.array(times, dtype=np.int64))
-        for clock in _CLOCKS
-        for phase, times in profiled.times_ns(clock, context).items()
-    }
+    recorded = {clock: _samples_by_clock(profiled.steps_over(context), clock) for clock in _CLOCKS}
     for phase, clean in samples_by_phase(unprofiled, context).items():
-        yield PhaseTimes(phase, context, clean, recorded.get((phase, clean.clock)))
+        yield PhaseTimes(phase, context, clean, recorded[clean.clock].get(phase))
 
 
 def find_timing_doubts(timed: StepTimes | None) -> Iterator[Finding]:

@@ -99,7 +99,20 @@ def _time_notes(times: StepTimes) -> list[str]:
     )
     if any(phase.clock == "cuda-events" for phase in times.phases):
         lines.append("phases: by CUDA events around them; the step: by the host's clock")
-    return lines
+    return [*lines, *_rare_notes(times)]
+
+
+def _rare_notes(times: StepTimes) -> Iterator[str]:
+    """Say which steps are no part of the typical one, and which phases have the time of few steps."""
+    for step in (phase for phase in times.phases if phase.phase == STEP):
+        where = "" if step.context is None else f" at context {step.context}"
+        rare = len(step.unprofiled.counted) - int(step.unprofiled.counted.sum())
+        if rare:
+            yield f"left out{where}: {format_count(rare, 'rare step')}, which p10, p90 and the mean have"
+        for phase in times.phases:
+            if phase.context == step.context and phase.clean_ns and not phase.typical_ns:
+                few = f"{phase.clean.count} of {step.clean.count} steps"
+                yield f"{phase.name} is in {few}, and no part of the typical one"
 
 
 _WAITS = Unit(lambda value: f"{value:.3g}" if value else UNKNOWN)
