@@ -395,7 +395,8 @@ def _exposed_waits(steps: Sequence[Mapping[str, int]], times_ns: Ints) -> Ints:
     if not all(_DATA_NS in step for step in steps):
         return np.zeros_like(times_ns)
     waits_ns = np.array([step[_DATA_NS] for step in steps], dtype=np.int64)
-    return np.minimum(waits_ns, times_ns - times_ns.min())
+    exposed_ns: Ints = np.minimum(waits_ns, times_ns - times_ns.min())
+    return exposed_ns
 
 
 def _summarize(context: int | None, unprofiled: Samples, profiled: Samples) -> Iterator[PhaseTimes]:
