@@ -1128,6 +1128,27 @@ def test_what_backward_runs_outside_of_unknown_modules_is_no_single_places(tmp_p
     assert ("with backward" in advice.cause) == bool(own)
 
 
+@pytest.mark.parametrize(
+    ("names", "modules"),
+    [
+        (("enc.norm", "dec.norm"), ["enc.norm and dec.norm"]),
+        (("enc.norm", "dec.norm", "dec.memory.norm"), ["enc.norm and 2 more modules"]),
+        (("enc.norm", "dec.scale"), ["enc.norm", "dec.scale"]),
+    ],
+)
+def test_one_change_in_modules_of_one_name_is_one_try(
+    tmp_path: Path, names: tuple[str, ...], modules: list[str]
+) -> None:
+    norms = [within(f"forward/model/{name}", *[launch(*kernel) for kernel in CHAINS["norm"]]) for name in names]
+    calls = range(len(names), 0, -1)
+    parts = [part for norm, count in zip(norms, calls, strict=True) for part in [norm, launch(NVJET, 100_000)] * count]
+    found = [advice for advice in equal_steps(*parts, wait).write(tmp_path).tries if advice.code == "norm"]
+    assert [advice.module for advice in found] == modules
+    assert sum(int(advice.evidence["kernels"]) for advice in found) == 5 * sum(calls)
+    saved_ns = sum(advice.saves_ns.expected for advice in found if advice.saves_ns)
+    assert saved_ns == pytest.approx(sum(calls) * (409_000 + 5_000 - 221_000), rel=0.02)
+
+
 ATTENTION = "h.*/h.*.attn"
 
 

@@ -336,7 +336,7 @@ def _advise(evidence: Evidence, cause: Cause) -> Advice:
         cause=cause.cause + cause.detail,
         detail=cause.detail,
         line=cause.line or _find_source(evidence, cause),
-        module=cause.module,
+        module=cause.place,
         change=cause.change,
         edit=cause.edit,
         after_ns=after,

@@ -83,9 +83,10 @@ class SourceLine:
 class Cause:
     """What a row found: the fields of `Advice`, and the changes of a step that remove it, from which effects follow.
 
-    ``detail`` is what the sentence of the cause goes on with where there is room. ``answer`` is the step without it
-    where several ranks' steps say that, or one on the CPU. ``ends_run``: the run will fail of it. ``worth`` is the
-    share of the step that it must save: more than usual where the change takes more than a line.
+    ``detail`` is what the sentence of the cause goes on with where there is room. ``further_modules`` have the cause
+    too, and the same change removes it. ``answer`` is the step without it where several ranks' steps say that, or one
+    on the CPU. ``ends_run``: the run will fail of it. ``worth`` is the share of the step that it must save: more than
+    usual where the change takes more than a line.
     """
 
     code: str
@@ -96,6 +97,7 @@ class Cause:
     detail: str = ""
     line: SourceLine | None = None
     module: str | None = None
+    further_modules: Sequence[str] = ()
     edit: str | None = None
     saves_bytes: Interval | None = None
     costs: str | None = None
@@ -103,6 +105,14 @@ class Cause:
     proof: str = COMPARE
     ends_run: bool = False
     worth: float = WORTH
+
+    @property
+    def place(self) -> str | None:
+        """All of its modules by name; of more than two the others' number."""
+        others = len(self.further_modules)
+        if self.module is None or not others:
+            return self.module
+        return f"{self.module} and " + (self.further_modules[0] if others == 1 else f"{others} more modules")
 
 
 class Operation(NamedTuple):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise, takewhile
 from statistics import median
 
@@ -23,6 +23,7 @@ from profkit.analysis.kernels import product_dtype
 from profkit.analysis.step_replay.edits import World
 from profkit.analysis.step_replay.kernel_edits import is_convolution, is_recurrent
 from profkit.analysis.step_replay.limits import OUTSIDE, Limit
+from profkit.analysis.step_replay.predict import StepChange
 from profkit.analysis.step_replay.steps import ReplayedStep
 from profkit.analysis.summary import SMALL, WORTH
 from profkit.names import BACKWARD, LOSS, OPTIMIZER
@@ -368,10 +369,12 @@ def _chains(evidence: Evidence) -> Iterator[Cause]:
         return
     runs = _find_runs(evidence, evidence.step)
     places = dict.fromkeys(_place_of(run) for run in runs if run[0].phase != BACKWARD and _is_written_out(run))
-    mine = {place: _find_chain(evidence, evidence.step, place) for place in places}
-    cost = {place: sum(one.duration_ns + _LAUNCH_NS for run in mine[place] for one in run) for place in places}
-    for place in sorted(cost, key=lambda place: -cost[place])[:_MOST_CHAINS]:
-        cause = _describe_chain(evidence, place, mine[place])
+    alike: defaultdict[tuple[str, ...], dict[ChainPlace, list[Run]]] = defaultdict(dict)
+    for place in places:
+        chain = _find_chain(evidence, evidence.step, place)
+        alike[*_kind_of_place(place, chain), *_name_alike(place)][place] = chain
+    for chains in sorted(alike.values(), key=lambda chains: -_cost(chains))[:_MOST_CHAINS]:
+        cause = _describe_chains(evidence, dict(sorted(chains.items(), key=lambda item: -_cost(dict([item])))))
         if cause.module or cause.line or not evidence.lines or cause.code == "cross-entropy":
             yield cause
 
@@ -422,29 +425,53 @@ def _is_written_out(run: Run) -> bool:
     return len(run) >= (_MANY if has_own else _FEW)
 
 
-def _describe_chain(evidence: Evidence, place: ChainPlace, runs: Sequence[Run]) -> Cause:
+def _kind_of_place(place: ChainPlace, runs: Sequence[Run]) -> tuple[str, str, str]:
+    in_turn = 1 if place[0] else sum(run[0].phase != BACKWARD for run in runs)
+    return _kind_of_chain(_find_longest(runs), in_turn)
+
+
+def _find_longest(runs: Sequence[Run]) -> Run:
+    return max((run for run in runs if run[0].phase != BACKWARD), key=len)
+
+
+def _name_alike(place: ChainPlace) -> tuple[str, ...]:
+    """Return what places have in common that one change mends: the end of their modules' names."""
     module, phase = place
-    longest = max((run for run in runs if run[0].phase != BACKWARD), key=len)
-    in_turn = 1 if module else sum(run[0].phase != BACKWARD for run in runs)
-    code, what, change = _kind_of_chain(longest, in_turn)
+    return (phase,) if module is None else ("", module.rpartition(".")[2])
 
-    def choose(step: ReplayedStep) -> list[list[int]]:
-        return [[one.at for one in run] for run in _find_chain(evidence, step, place)]
 
+def _cost(chains: Mapping[ChainPlace, Sequence[Run]]) -> int:
+    return sum(one.duration_ns + _LAUNCH_NS for runs in chains.values() for run in runs for one in run)
+
+
+def _describe_chains(evidence: Evidence, chains: Mapping[ChainPlace, Sequence[Run]]) -> Cause:
+    """Return the cause that is mended alike in some places, the costliest of them first."""
+    (module, phase), costliest = next(iter(chains.items()))
+    code, what, change = _kind_of_place((module, phase), costliest)
+    runs = [run for chain in chains.values() for run in chain]
     backward = " with backward" if any(run[0].phase == BACKWARD for run in runs) else ""
-    is_reducing = any(one.category == "reduction" for one in longest)
-    size = _size_of_loop if code == "loop" and _are_short(longest) else _size_of_fused(is_reducing=is_reducing)
     return Cause(
         code=code,
         cause=what,
-        detail=f": {len(longest)} kernels a call, {sum(map(len, runs)):,} a step{backward}",
+        detail=f": {len(_find_longest(runs))} kernels a call, {sum(map(len, runs)):,} a step{backward}",
         line=_find_line(evidence, phase) if module is None else None,
         module=module,
+        further_modules=[name for name, _ in chains if name is not None and name != module],
         change=change,
-        changes=[fuse(code, choose, size, compiled=code == "chain")],
+        changes=[_fuse_chain(evidence, code, place, chain) for place, chain in chains.items()],
         worth=WORTH_COMPILING if code == "chain" else WORTH,
         evidence={"kernels": sum(map(len, runs)), "time_ns": sum(one.duration_ns for run in runs for one in run)},
     )
+
+
+def _fuse_chain(evidence: Evidence, code: str, place: ChainPlace, runs: Sequence[Run]) -> StepChange:
+    def choose(step: ReplayedStep) -> list[list[int]]:
+        return [[one.at for one in run] for run in _find_chain(evidence, step, place)]
+
+    longest = _find_longest(runs)
+    is_reducing = any(one.category == "reduction" for one in longest)
+    size = _size_of_loop if code == "loop" and _are_short(longest) else _size_of_fused(is_reducing=is_reducing)
+    return fuse(code, choose, size, compiled=code == "chain")
 
 
 def _find_line(evidence: Evidence, phase: str) -> SourceLine | None:
