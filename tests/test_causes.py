@@ -696,6 +696,11 @@ NAMED: dict[str, Case] = {
     "samples that are padded": ("padding", *padded(250)),
     "products beside bursts that no worker is slow for": ("tf32", *waits_in_bursts(4 * MS, *IN_FP32)),
     "waits for which the GPU runs out of work": ("waits", equal_steps(within("forward", *WAITS)), {"lines": [MEAN]}),
+    "a check of every module": (
+        "waits",
+        equal_steps(within("forward", *[item for _ in range(10) for item in (python(100_000), *WAITS)])),
+        {"lines": [line(MS, "forward", "….all", waits=10, waiting_ns=MS // 4)]},
+    ),
     "a loop that reads its numbers one by one": ("waits", ONE_BY_ONE, {"lines": [NORMS]}),
     # As averages that are kept there: what is computed with them on the host goes with the copies.
     "a loop that moves tensors to the host": ("waits", AVERAGED, AVERAGES),

@@ -669,6 +669,39 @@ def test_steps_that_are_rare_and_long_are_said_with_their_line(run_with_lines: P
         assert find(steps) is None
 
 
+def test_the_line_of_rare_steps_is_the_one_that_runs_in_no_other(run_with_lines: Path) -> None:
+    """A model that is evaluated runs its lines in every step: what calls it for that is the line; innermost first."""
+    path, usual, long = run_with_lines / "lines.jsonl", {"step_ns": 5_000_000}, {"step_ns": 605_000_000}
+
+    def line(number: int, phase: str | None, time_ns: int, error_ns: int, *, is_caller: bool = False) -> LineTime:
+        place = ("/me/train.py", number, "main", "model", phase, "main")
+        return LineTime(*place, 400, time_ns, error_ns, 0.0, is_caller=is_caller)
+
+    def find(*lines: LineTime) -> LineTime | None:
+        found = tuple([line for line in lines if line.is_caller is called] for called in (False, True))
+        write_lines(path, RunLines(LineSteps((usual,) * 19 + (long,)), *map(tuple, found)))
+        rare = summarize_capture(open_capture(run_with_lines)).rare_steps
+        return None if rare is None else rare.line
+
+    model = line(7, "forward", 3_000_000, 90_000), line(7, "inference", 28_000_000, 28_000_000)
+    callers = [
+        line(number, "inference", time_ns, time_ns, is_caller=True)
+        for number, time_ns in ((50, 29_000_000), (60, 29_500_000))
+    ]
+    loop = [
+        line(90, phase, time_ns, error_ns, is_caller=True)
+        for phase, time_ns, error_ns in (("forward", 3_000_000, 90_000), ("inference", 29_500_000, 29_500_000))
+    ]
+    assert find(*model, *callers, *loop) == callers[0]
+    assert find(*model) == model[1]  # nothing else is known
+    # Two lines that take half each explain a step together: what calls both is named, if it is known.
+    halves = line(20, None, 14_000_000, 14_000_000), line(21, None, 15_000_000, 15_000_000)
+    saving = line(50, None, 29_000_000, 29_000_000, is_caller=True)
+    assert find(*halves, saving) == saving
+    assert find(*halves) == halves[1]
+    assert find(halves[0]) is None  # a pause of the machine's may have been the rest
+
+
 def test_a_line_that_runs_a_trainer_is_none_of_the_summarys(run_with_lines: Path) -> None:
     path = run_with_lines / "lines.jsonl"
     found = read_run_lines(path)

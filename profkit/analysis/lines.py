@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from statistics import median
@@ -28,6 +28,9 @@ _LARGEST_SCALE = 1.5
 _LEAST_LONGER = 0.02
 _COVERED = 0.5
 _OF_ERROR = 0.9
+_MOST_OF_LONGEST = 0.8
+_STRAY = 1
+"""One sample in another step may be of a pause."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -105,15 +108,33 @@ def find_rare_steps(found: RunLines) -> RareSteps | None:
     if not rare or longer_ns < _LEAST_LONGER * sum(times):
         return None
     least_error = _OF_ERROR * math.sqrt((len(times) - len(rare)) / (len(rare) * (len(times) - 1)))
-    own = [line for line in found.lines if line.file and line.thread != "worker" and line.samples >= FEWEST_SAMPLES]
-    alone = [line for line in own if line.error_ns >= least_error * line.time_ns]
-    line = max(alone, key=lambda line: line.time_ns, default=None)
+    known = [line for line in (*found.lines, *found.callers) if line.file and line.thread != "worker"]
+    alone = [line for line in known if line.error_ns >= least_error * line.time_ns]
+    elsewhere = {line.place for line in known if line not in alone and line.samples > _STRAY}
+    alone = [line for line in alone if line.samples >= FEWEST_SAMPLES]
+    line = _choose_exclusive(alone, elsewhere)
+    alone = [line for line in alone if not line.is_caller]
     # One alone may be a pause of the machine's, unless a line shows what ran in it.
     if len(rare) == 1 and sum(line.time_ns for line in alone) * len(times) < _COVERED * longer_ns:
         return None
     apart = {later - earlier for earlier, later in pairwise(rare)}
     every = apart.pop() if len(apart) == 1 else None
     return RareSteps(len(rare), len(times), round(longer_ns / len(rare)), every, line)
+
+
+def _choose_exclusive(lines: Sequence[LineTime], elsewhere: Collection[tuple[str | None, int]]) -> LineTime | None:
+    """Return the longest of the lines that run nowhere else, if it has most of what these take with all they call.
+
+    Else the innermost that has: the lines of a model that is evaluated run in every step, and that which calls it for
+    the evaluation does not.
+    """
+    only = [line for line in lines if line.place not in elsewhere]
+    longest_ns = max((line.time_ns for line in only), default=0)
+    most = [line for line in only if line.time_ns >= _MOST_OF_LONGEST * longest_ns]
+    own = [line for line in (most or lines) if not line.is_caller]
+    if own:
+        return max(own, key=lambda line: line.time_ns)
+    return min(most, key=lambda line: line.time_ns, default=None)
 
 
 def find_lines(run: Run, rank: int = 0) -> LinesResult:

@@ -16,6 +16,7 @@ from profkit.analysis.step_replay.edits import (
     change_durations,
     drop_calls,
     drop_operations,
+    drop_waits_of_line,
     foreach_time,
     fused_time,
     have_batches_come,
@@ -27,6 +28,7 @@ from profkit.analysis.step_replay.limits import OUTSIDE
 from profkit.analysis.step_replay.predict import StepChange
 from profkit.analysis.step_replay.steps import ReplayedStep
 from profkit.names import DATA, OPTIMIZER
+from profkit.run.lines import LineTime
 
 By = Mapping[World, float]
 """A number for each world."""
@@ -252,6 +254,16 @@ def without_calls(name: str, choose: Choose) -> StepChange:
         return replace(columns, own_ns=[0 if call in chosen else own for call, own in enumerate(columns.own_ns)])
 
     return StepChange(name, apply)
+
+
+def drop_own_waits(line: LineTime) -> StepChange:
+    """Return the change after which a line does not wait for the GPU itself; the lines that it calls still do."""
+
+    def apply(columns: StepColumns, setting: Setting) -> StepColumns:
+        own = replace(setting.facts, callers=())
+        return drop_waits_of_line(columns, replace(setting, argument=f"{line.file}:{line.line}", facts=own))
+
+    return StepChange("own-waits", apply, "which of the phase's waits the line makes")
 
 
 def stop_chosen_waits(name: str, choose: Choose) -> StepChange:

@@ -7,7 +7,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from profkit.analysis.causes.changes import batches_every, keep_workers, scale_operations
-from profkit.analysis.causes.evidence import DRAINED_STEP, MEAN_STEP, Cause, Evidence, edits, name_times, source_line
+from profkit.analysis.causes.evidence import (
+    DRAINED_STEP,
+    MEAN_STEP,
+    Cause,
+    Evidence,
+    edits,
+    name_ms,
+    name_times,
+    source_line,
+)
 from profkit.analysis.step_replay.edits import World
 from profkit.analysis.summary import WORTH
 from profkit.names import BACKWARD, DATA, FORWARD, LOSS
@@ -87,8 +96,8 @@ def _falling_behind(evidence: Evidence, waited_ns: int) -> Iterator[Cause]:
         return
     yield replace(
         cause,
-        cause=f"{name_workers(facts.workers)} of the DataLoader make a batch every {every_ns / 1e6:.3g} ms",
-        detail=f", and a step takes {evidence.now_ns / 1e6:.3g} ms only until their queue is empty",
+        cause=f"{name_workers(facts.workers)} of the DataLoader make a batch every {name_ms(every_ns)}",
+        detail=f", and a step takes {name_ms(evidence.now_ns)} only until their queue is empty",
         answer=evidence.typical_instead_of(every_ns, left_ns),
         evidence={**cause.evidence, DRAINED_STEP: every_ns},
     )

@@ -499,6 +499,10 @@ def find_line(text: str) -> SourceLine | None:
     return None if match is None else SourceLine(text[: match.start()], int(match[1]), text[match.end() :])
 
 
+def name_ms(time_ns: float) -> str:
+    return f"{time_ns / 1e6:.3g} ms" if time_ns < 1_000_000_000 else f"{time_ns / 1e6:,.0f} ms"
+
+
 def name_times(count: float) -> str:
     """Return how often something happens: ``once a step``, ``8 times a step``."""
     return "once a step" if count == 1 else f"{count:.3g} times a step"

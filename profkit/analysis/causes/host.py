@@ -16,7 +16,16 @@ from profkit.analysis.causes.changes import (
     without_copies,
 )
 from profkit.analysis.causes.data import note_crowded_cpus
-from profkit.analysis.causes.evidence import MEAN_STEP, Cause, Evidence, edits, find_line, name_times, source_line
+from profkit.analysis.causes.evidence import (
+    MEAN_STEP,
+    Cause,
+    Evidence,
+    edits,
+    find_line,
+    name_ms,
+    name_times,
+    source_line,
+)
 from profkit.analysis.causes.memory import unread_graphs
 from profkit.analysis.step_replay import LAUNCH
 from profkit.analysis.step_replay.edits import find_pageable_copies
@@ -183,7 +192,7 @@ def _rare_steps(evidence: Evidence) -> Iterator[Cause]:
     mean_ns = evidence.now_ns + round(rare.longer_ns / every)
     yield Cause(
         code="python",
-        cause=f"{rare.which} {rare.longer_ns / 1e6:.3g} ms longer",
+        cause=f"{rare.which} {name_ms(rare.longer_ns)} longer",
         detail=f", for {rare.line.called or rare.line.function}",
         line=source_line(rare.line),
         change="do it less often, or beside training",
@@ -240,7 +249,7 @@ def _collections(evidence: Evidence) -> Iterator[Cause]:
     is_asked_for = line is not None
     yield Cause(
         code="garbage",
-        cause=f"Python collects garbage for {paused_ns / 1e6:.3g} ms in most steps",
+        cause=f"Python collects garbage for {name_ms(paused_ns)} in most steps",
         detail=", and looks at all objects for it",
         line=source_line(line) if line is not None else None,
         change="no gc.collect() in the step"

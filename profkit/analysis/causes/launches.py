@@ -11,6 +11,7 @@ from statistics import median
 from profkit.analysis.causes.changes import (
     NOTHING,
     By,
+    drop_own_waits,
     drop_some_launches,
     fuse,
     merge_groups,
@@ -24,6 +25,7 @@ from profkit.analysis.causes.evidence import (
     Operation,
     SourceLine,
     edits,
+    name_ms,
     name_times,
     source_line,
 )
@@ -51,6 +53,8 @@ _TORCHS_FILLS: By = {"least": 1.0, "expected": 0.95, "most": 0.6}
 _FILLS_PYTHON: By = {"least": 1.0, "expected": 0.5, "most": 0.0}
 """Which share of Python before the launch of a fill goes with it; the rest is that of the operation that allocates."""
 _READING = ("item", "tolist", "cpu", "numpy", "nonzero", "unique", "masked_select", "any", "all", "equal", "allclose")
+_CHECKING = ("any", "all", "equal", "allclose", "isnan", "isfinite", "isinf")
+"""Methods and functions whose line does nothing but check: what it computes goes with its wait."""
 _READING_FUNCTIONS = ("torch.", "F.", "float", "int", "bool", "print")
 """Methods and functions that wait for a value themselves; others call what waits, in code that may not be one's own."""
 _MANY = 4
@@ -86,24 +90,41 @@ def _waits(evidence: Evidence) -> Iterator[Cause]:
     for lines in waits.values():
         line = max(lines, key=lambda line: line.waits)
         count = sum(line.waits for line in lines)
-        edit = f"no-wait:{line.file}:{line.line}"
         is_loop = _reads_in_loop(evidence, line)
-        of_tensors = is_loop and _reads_tensors(evidence, line)
+        change, changes, edit = _stop_reading_one_by_one(evidence, line) if is_loop else _stop_reading(evidence, line)
         yield Cause(
             code="waits",
             # x.sum().item, whose name is ….item, is written .item().
             cause=f"{'a call' if line.called is None else line.called.removeprefix('…') + '()'} waits for the GPU",
             detail=f", {name_times(count)}" + (" in a loop" if is_loop else ""),
             line=source_line(line),
-            change="keep on the GPU what the tensors are computed with, and compute there (torch._foreach_…)"
-            if of_tensors
-            else "compute the values together (torch.stack, torch._foreach_norm), and read them once"
-            if is_loop
-            else "keep the value on the GPU, and read it every 50 steps or so",
-            changes=_read_at_once(evidence, line, of_tensors=of_tensors) if is_loop else edits(edit),
-            edit=None if is_loop else edit,
+            change=change,
+            changes=changes,
+            edit=edit,
             evidence={"waits": count, "waiting_ns": sum(line.waiting_ns for line in lines)},
         )
+
+
+def _stop_reading_one_by_one(evidence: Evidence, line: LineTime) -> tuple[str, Sequence[StepChange], str | None]:
+    """Return what to do about a loop that reads from the GPU, and what that changes."""
+    if _reads_tensors(evidence, line):
+        change = "keep on the GPU what the tensors are computed with, and compute there (torch._foreach_…)"
+        return change, _read_at_once(evidence, line, of_tensors=True), None
+    change = "compute the values together (torch.stack, torch._foreach_norm), and read them once"
+    return change, _read_at_once(evidence, line, of_tensors=False), None
+
+
+def _stop_reading(evidence: Evidence, line: LineTime) -> tuple[str, Sequence[StepChange], str | None]:
+    """Return what to do about a line that waits, what that changes, and the edit that does so."""
+    if line.method in _CHECKING:
+        edit = f"no-host:{line.file}:{line.line}"
+        return "check it every 50 steps or so, or not at all", edits(edit), edit
+    change = "keep the value on the GPU, and read it every 50 steps or so"
+    # The waits of lines that it calls are theirs, and the edit takes them with its own.
+    if any(each.place == line.place and each.waits >= 1 for each in evidence.facts.callers):
+        return change, [drop_own_waits(line)], None
+    edit = f"no-wait:{line.file}:{line.line}"
+    return change, edits(edit), edit
 
 
 def _moves_to_gpu(evidence: Evidence, line: LineTime) -> bool:
@@ -424,8 +445,8 @@ def _say_what_it_does(culprit: Culprit, ranks: Sequence[RankSummary]) -> str:
     usual_ns = median(kernels_ns.values() or [0])
     if culprit.cause == "kernels" and culprit.is_always and 0 < usual_ns < own_ns:
         times = f"{own_ns / usual_ns:.2g} times what the others do"
-        return f"{does} {times}: {own_ns / 1e6:.3g} ms of kernels for {usual_ns / 1e6:.3g} ms"
-    return f"{does} {culprit.extra_ns / 1e6:.3g} ms longer"
+        return f"{does} {times}: {name_ms(own_ns)} of kernels for {name_ms(usual_ns)}"
+    return f"{does} {name_ms(culprit.extra_ns)} longer"
 
 
 def _find_line(evidence: Evidence, rank: int, phase: str) -> SourceLine | None:

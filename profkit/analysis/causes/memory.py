@@ -9,7 +9,7 @@ from statistics import median
 import numpy as np
 
 from profkit.analysis.causes.changes import NOTHING, enlarge_batch, remove_operations, without_calls
-from profkit.analysis.causes.evidence import Cause, Evidence, Interval, edits, find_line, name_times
+from profkit.analysis.causes.evidence import Cause, Evidence, Interval, edits, find_line, name_ms, name_times
 from profkit.analysis.memory.failures import check_leaks
 from profkit.analysis.memory.places import PartRow
 from profkit.analysis.step_replay.limits import Limit
@@ -86,7 +86,7 @@ def _checkpoint(evidence: Evidence) -> Iterator[Cause]:
         change=f"torch.utils.checkpoint around {kept.name}",
         edit=f"checkpoint:{kept.name}",
         saves_bytes=Interval(saved // 2, saved, activations),
-        costs=f"at least {forward_ns / 1e6:.3g} ms more a step: the forward pass again",
+        costs=f"at least {name_ms(forward_ns)} more a step: the forward pass again",
         evidence={"activation_bytes": activations, "forward_ns": forward_ns},
         proof=f"profkit whatif RUN --edit checkpoint:{kept.name}",
     )
