@@ -348,6 +348,23 @@ def test_a_gpu_with_work_left_of_earlier_steps_is_not_taken_for_a_fast_host() ->
     assert fit.middle == pytest.approx(1 / 1.6, rel=0.05)
 
 
+def test_phases_end_on_the_stream_on_which_the_step_begins_and_ends_however_busy_another_is() -> None:
+    """A recurrent layer's kernels run on a stream of their own, for which the program's waits before the phase ends."""
+    layer = [Doing(1_000, 2_000, LAUNCH, stream=3, durations_ns=(20_000,)) for _ in range(50)]
+    program = [
+        Doing(1_000, 2_000, LAUNCH, durations_ns=(100_000,)),
+        *layer,
+        Doing(1_000, 2_000, LAUNCH, durations_ns=(300_000,), stream_waits_for=(50,)),
+        Doing(1_000, 2_000, LAUNCH, durations_ns=(200_000,)),
+    ]
+    step = recorded(program)
+    ends = [0, step.call_end_ns[51], step.call_end_ns[-1]]
+    phases = find_phases(step, {"forward": [(ends[0], ends[1])], "backward": [(ends[1], ends[2])]})
+    found = run(step, CONSTANTS)
+    times = [phases.time_ns(step, found, 1.0, [name]) for name in ("forward", "backward")]
+    assert times == pytest.approx([50 * 20_000 + 300_000, 200_000], rel=0.1)
+
+
 @pytest.mark.parametrize("waits", [False, True])
 def test_each_phase_has_its_own_time_on_the_host_unless_it_waits_there(*, waits: bool) -> None:
     """Hooks slow the forward pass more than the backward pass."""

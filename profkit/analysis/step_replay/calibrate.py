@@ -65,6 +65,9 @@ _HALVED = 2
 _NEAR_ENOUGH, _FINE = 0.05, 0.003
 """A factor is found once the phases take as long as wanted but for this share of their spread, or to this."""
 
+_OF_OPERATIONS = 0.02
+"""A stream on which a step begins and ends is the program's own if it has this share of all."""
+
 _IDENTIFIED = 0.25
 """Factors that fit and lie this close together are known."""
 
@@ -99,7 +102,7 @@ class Phases:
 
     def time_ns(self, step: StepColumns, found: Replayed, factor: float, names: Iterable[str]) -> int:
         """Return how long the phases took by events that are recorded at their begin and end."""
-        latest = _latest_on_busiest(step, found)
+        latest = _latest_on_main(step, found)
 
         def passed(mark: Mark) -> int:
             launched = 0 if mark.call == NONE else step.launches[mark.call][1]
@@ -216,14 +219,24 @@ def _latest_ends(step: StepColumns) -> list[int]:
     return ends
 
 
-def _latest_on_busiest(step: StepColumns, found: Replayed) -> Ints:
-    """Return when the busiest stream had ended its work among the first operations, for each number of them."""
+def _latest_on_main(step: StepColumns, found: Replayed) -> Ints:
+    """Return when the program's own stream had ended its work among the first operations, for each number of them."""
     stream, ends = np.array(step.stream, dtype=np.int64), np.array(found.end_ns, dtype=np.int64)
     if not len(stream):
         return np.zeros(1, dtype=np.int64)
-    busiest = int(np.bincount(stream).argmax())
-    free_ns = step.free_ns.get(busiest, 0)
-    return np.maximum.accumulate(np.concatenate([[free_ns], np.where(stream == busiest, ends, free_ns)]))
+    main = _find_main(stream)
+    free_ns = step.free_ns.get(main, 0)
+    return np.maximum.accumulate(np.concatenate([[free_ns], np.where(stream == main, ends, free_ns)]))
+
+
+def _find_main(stream: Ints) -> int:
+    """Return the stream on which a program records its events: where its step begins and ends, else the busiest.
+
+    cuDNN runs the layers of a recurrent network on streams of its own, one of which may have most operations.
+    """
+    counts = np.bincount(stream)
+    first, last = int(stream[0]), int(stream[-1])
+    return last if first == last and counts[last] >= _OF_OPERATIONS * len(stream) else int(counts.argmax())
 
 
 @dataclass(frozen=True)
