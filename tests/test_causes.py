@@ -1133,6 +1133,18 @@ def test_what_backward_runs_outside_of_unknown_modules_is_no_single_places(tmp_p
     assert ("with backward" in advice.cause) == bool(own)
 
 
+@pytest.mark.parametrize(("count", "first"), [(4, "batch"), (1, "python")])
+def test_as_many_samples_in_fewer_passes_are_the_same_training(tmp_path: Path, count: int, first: str) -> None:
+    """They stand by what they save; a larger batch, however much it saves, comes last."""
+    phases = [within(phase, launch(RECURRENT[0], 3_000, 50)) for phase in ("forward", "backward")]
+    program = equal_steps(python(MS // 2), *phases * count, within("optimizer", launch(ADD, 2_000)), wait)
+    result = program.write(tmp_path, [line(MS // 2, called="draw")], **with_memory(10 * GIB))
+    batch, other = by_code(result)["batch"], by_code(result)["python"]
+    assert result.tries[0].code == first
+    assert batch.effect_ns > other.effect_ns
+    assert ("larger passes: about" in describe_answer(summarize_capture(open_capture(tmp_path)), result)) == (count > 1)
+
+
 @pytest.mark.parametrize(
     ("names", "modules"),
     [

@@ -42,8 +42,8 @@ _TIMES_A_MEND = 4
 """So many times what a mend at one place saves compiling must save on top of all others to stand before it."""
 _RUNS_PYTHON = ("python", "made-on-cpu", "loader", "garbage", "recompile")
 """Causes for which Python is late: with them goes what a wait costs without which it would run ahead."""
-CHANGES_TRAINING = ("autocast", "batch")
-"""Causes that stand after all others, which they must not hide: their change is one of what a program computes."""
+_OF_TRAINING = ("autocast", "batch")
+"""Edits of what a program computes: their causes stand after all others, which they must not hide."""
 
 _OF_LOSSES = ("log_softmax", "softmax", "log", "exp", "logsumexp", "gather", "sub")
 _OPERATORS: dict[str, Callable[[OperatorLine], float]] = {
@@ -100,6 +100,11 @@ class Advice:
     @property
     def short_cause(self) -> str:
         return self.cause.removesuffix(self.detail)
+
+    @property
+    def changes_training(self) -> bool:
+        """Whether the change is one of what the program computes."""
+        return _changes_training(self)
 
     @property
     def effect_ns(self) -> float:
@@ -175,7 +180,12 @@ def _sure_effect(advice: Advice) -> float:
 
 
 def _is_last(advice: Advice) -> bool:
-    return advice.code in CHANGES_TRAINING and advice.measured is None
+    return advice.changes_training and advice.measured is None
+
+
+def _changes_training(cause: Cause | Advice) -> bool:
+    """Return whether the change is an edit of what a program computes; as many samples in fewer passes are none."""
+    return cause.edit is not None and cause.edit.partition(":")[0] in _OF_TRAINING
 
 
 def _find_tries(capture: OpenedCapture, summary: Summary) -> AdviceResult:
@@ -193,14 +203,14 @@ def _find_tries(capture: OpenedCapture, summary: Summary) -> AdviceResult:
 
 def _sort_by_effect(evidence: Evidence, causes: Sequence[Cause]) -> list[Cause]:
     """Return the largest effect first; that of compiling is what it saves on top of the others, and far less sure."""
-    others = [cause for cause in causes if cause.code not in (*_COMPILING, *CHANGES_TRAINING)]
+    others = [cause for cause in causes if cause.code not in _COMPILING and not _changes_training(cause)]
 
     def effect(cause: Cause) -> float:
         if cause.code in _COMPILING and others:
             return _weight(evidence, cause, others) / _TIMES_A_MEND
         return _weight(evidence, cause)
 
-    return sorted(causes, key=lambda cause: (cause.code in CHANGES_TRAINING, -effect(cause)))
+    return sorted(causes, key=lambda cause: (_changes_training(cause), -effect(cause)))
 
 
 def _predict_together(evidence: Evidence, causes: Sequence[Cause]) -> Interval | None:
@@ -244,7 +254,7 @@ def _choose(evidence: Evidence, causes: Sequence[Cause]) -> list[Cause]:
 
 
 def _when_asked(cause: Cause, explained: Sequence[Cause]) -> int:
-    if cause.code in CHANGES_TRAINING or cause in explained:
+    if _changes_training(cause) or cause in explained:
         return 0
     return 1 if cause.code in _COMPILING else 2
 
@@ -255,7 +265,9 @@ def _is_same_waste(cause: Cause, other: Cause) -> bool:
 
 
 def _changes_of(causes: Sequence[Cause]) -> list[StepChange]:
-    return [change for cause in causes for change in cause.changes]
+    """Return the changes of some causes, a larger batch last: the step after it stands for fewer passes of all else."""
+    in_order = sorted(causes, key=lambda cause: cause.code == "batch")
+    return [change for cause in in_order for change in cause.changes]
 
 
 def _weight(evidence: Evidence, cause: Cause, before: Sequence[Cause] = ()) -> float:

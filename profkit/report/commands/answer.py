@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from profkit.analysis.causes.advice import CHANGES_TRAINING, Advice, AdviceResult, find_advice
+from profkit.analysis.causes.advice import Advice, AdviceResult, find_advice
 from profkit.analysis.causes.evidence import MEAN_STEP, Interval
 from profkit.analysis.opened import OpenedCapture
 from profkit.analysis.step_replay.limits import OUTSIDE, Limit
@@ -89,9 +89,10 @@ def describe_answer(summary: Summary, advice: AdviceResult) -> str:
         which = "on average" if MEAN_STEP in best.evidence else "once the queue of its workers is empty"
         other = f"{format_ns(best.other_step_ns)} {which}: {_describe_cause(best)}"
         return f"{step}, and {other}. Without that: {describe_after(best)}."
-    if best is not None and best.effect_ns >= _DECISIVE * summary.step_ns and best.code not in CHANGES_TRAINING:
+    if best is not None and best.effect_ns >= _DECISIVE * summary.step_ns and not best.changes_training:
         lost = f"{format_ns(best.effect_ns)} of it is lost: {_describe_cause(best)}"
-        return f"{step}; {lost}. Without that: {describe_after(best)}."
+        then = _name_change(best)
+        return f"{step}; {lost}. {then[:1].upper()}{then[1:]}: {describe_after(best)}."
     if summary.tree is not None:
         step += f": {_describe_pace(summary, summary.tree, is_brief=best is not None)}"
     return f"{step}." if best is None else f"{step}. {_describe_best(best)}"
@@ -103,10 +104,15 @@ def _describe_cause(advice: Advice) -> str:
 
 
 def _describe_best(advice: Advice) -> str:
-    cause, after = _describe_cause(advice), describe_after(advice)
-    then = "with a larger batch" if advice.code == "batch" else "without that"
+    cause, after, then = _describe_cause(advice), describe_after(advice), _name_change(advice)
     is_code = "." in cause.split()[0]
     return (cause if is_code else f"{cause[:1].upper()}{cause[1:]}") + (f"; {then}: {after}." if after else ".")
+
+
+def _name_change(advice: Advice) -> str:
+    if advice.code == "batch":
+        return "with a larger batch" if advice.changes_training else "with fewer and larger passes"
+    return "without that"
 
 
 def describe_after(advice: Advice) -> str:
