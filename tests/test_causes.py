@@ -496,6 +496,7 @@ MADE_ON_CPU = equal_steps(python(4 * MS), copy(2 * MS), FORWARD)
 LONG = within("forward", launch(NVJET, 100_000, 100))
 MEAN = line(MS, "forward", "y.mean().item", waits=8, waiting_ns=MS)
 NORMS = line(2 * MS, called="p.grad.norm().item", waits=40, waiting_ns=MS)
+MOVED_PARTS = line(MS, called="part.to", waits=3, waiting_ns=MS)
 ONE_BY_ONE = equal_steps(FORWARD, *[python(30_000), launch(SUM, 5_000), read] * 40, wait)
 FAR_APART = equal_steps(FORWARD, *[python(30_000), launch(SUM, 5_000, 7), read] * 40, wait)
 AVERAGED = equal_steps(FORWARD, *[copy(50_000, 2), wait, python(80_000)] * 40)
@@ -550,8 +551,8 @@ NEARLY: list[Case] = [
     # The line calls a function that trains.
     ("python", LATE, {"lines": [*BATCH["lines"], line(MS, "backward", "learn", is_caller=True)]}),
     ("python", made_in_python(), python_numbers("make_batch")),
-    # What is moved one by one comes from the host.
-    ("waits", equal_steps(*[copy(50_000), wait, python(80_000)] * 40, FORWARD), AVERAGES),
+    # Three parts of a batch that come from the host.
+    ("waits", equal_steps(*[copy(50_000), wait, python(80_000)] * 3, FORWARD), {"lines": [MOVED_PARTS]}),
     # Nothing comes after the copy, and the program waits for it itself.
     ("pageable-copy", pageable_copy(0), IMAGES | {"lines": [line(MS // 2, called="images.to")]}),
     ("loader", *loads(20_000)),
@@ -696,6 +697,11 @@ NAMED: dict[str, Case] = {
     "samples that are padded": ("padding", *padded(250)),
     "products beside bursts that no worker is slow for": ("tf32", *waits_in_bursts(4 * MS, *IN_FP32)),
     "waits for which the GPU runs out of work": ("waits", equal_steps(within("forward", *WAITS)), {"lines": [MEAN]}),
+    "tables that are moved to the GPU again and again": (
+        "waits",
+        equal_steps(*[copy(50_000), wait, python(80_000)] * 40, FORWARD),
+        {"lines": [replace(MOVED_PARTS, waits=40.0)]},
+    ),
     "a check of every module": (
         "waits",
         equal_steps(within("forward", *[item for _ in range(10) for item in (python(100_000), *WAITS)])),

@@ -66,6 +66,8 @@ _MORE_THAN_LAYERS = 128
 _WITH_DECAY_AND_WITHOUT = 2
 _IN_ONE_LAUNCH: By = {"least": 110, "expected": 36, "most": 12}
 """How many parameters one launch takes: 30 to 110, by how many tensors belong to each (MultiTensorApply.cuh)."""
+_SEVERAL_MOVES = 4
+"""What is moved to the GPU so often in a step is more than its batch, which has rows of its own."""
 _MANY_READS, _BETWEEN_READS = 8, 6
 """So many values are read in a loop, if the loop launches no more than this from one to the next."""
 _READ_AT_ONCE: By = {"least": 0.1, "expected": 0.3, "most": 1.0}
@@ -85,7 +87,8 @@ def _waits(evidence: Evidence) -> Iterator[Cause]:
     for line in evidence.lines:
         is_own = line.file is not None and line.thread != "worker" and line.place not in evidence.trainer_lines
         trains = (line.called or "").endswith(_TRAINING)
-        if is_own and line.waits >= 1 and not trains and not (line.is_move and _moves_to_gpu(evidence, line)):
+        is_batch = _moves_to_gpu(evidence, line) and line.waits < _SEVERAL_MOVES
+        if is_own and line.waits >= 1 and not trains and not is_batch:
             waits.setdefault(line.place, []).append(line)
     for lines in waits.values():
         line = max(lines, key=lambda line: line.waits)
@@ -120,6 +123,8 @@ def _stop_reading(evidence: Evidence, line: LineTime) -> tuple[str, Sequence[Ste
         edit = f"no-host:{line.file}:{line.line}"
         return "check it every 50 steps or so, or not at all", edits(edit), edit
     change = "keep the value on the GPU, and read it every 50 steps or so"
+    if _moves_to_gpu(evidence, line):
+        change = "move what is the same in every step once, before the loop; else pin it, with non_blocking=True"
     # The waits of lines that it calls are theirs, and the edit takes them with its own.
     if any(each.place == line.place and each.waits >= 1 for each in evidence.facts.callers):
         return change, [drop_own_waits(line)], None
@@ -128,9 +133,9 @@ def _stop_reading(evidence: Evidence, line: LineTime) -> tuple[str, Sequence[Ste
 
 
 def _moves_to_gpu(evidence: Evidence, line: LineTime) -> bool:
-    """Return whether a line that moves tensors may wait for copies to the GPU: its phase has enough of those."""
-    if evidence.step is None:
-        return True
+    """Return whether a line moves tensors, and may wait for copies to the GPU: its phase has enough of those."""
+    if not line.is_move or evidence.step is None:
+        return line.is_move
     copies = _find_awaited_copies(evidence, evidence.step, line.phase or OUTSIDE)
     to_gpu = sum(one.name == FROM_HOST for one in copies)
     return to_gpu >= round(line.waits) or len(copies) - to_gpu < round(line.waits)
