@@ -287,10 +287,15 @@ def test_a_change_that_saves_much_is_the_answer_and_a_smaller_one_stands_behind_
         "A step takes 10.00 ms; 5.000 ms of it is lost: loss.item waits for the GPU (train.py:30 main). "
         "Without that: about 5.1 ms (4.9 to 5.4)."
     )
-    batch = AdviceResult((replace(large.tries[0], code="batch", cause="the GPU waits for Python", line=None),))
-    assert describe_answer(SUMMARY, batch).endswith(
-        "Python keeps the GPU waiting. The GPU waits for Python (h.*); with a larger batch: about 5.1 ms (4.9 to 5.4)."
+    batch = replace(large.tries[0], code="batch", cause="the GPU waits for Python", line=None, edit="batch:×2")
+    assert describe_answer(SUMMARY, AdviceResult((batch,))).endswith(
+        "Python keeps the GPU waiting. The GPU waits for Python (h.*); with a larger batch: about 5.1 ms (4.9 to 5.4) "
+        "for as many samples."
     ), "a change of training is no loss"
+    assert describe_answer(SUMMARY, AdviceResult((replace(batch, edit=None),))) == (
+        "A step takes 10.00 ms; 5.000 ms of it is lost: the GPU waits for Python (h.*). "
+        "With fewer and larger passes: about 5.1 ms (4.9 to 5.4)."
+    )
     small = _advise(Interval(9 * MS, 9 * MS, 9 * MS), MS)
     assert describe_answer(SUMMARY, small) == (
         "A step takes 10.00 ms: for 6.000 ms Python keeps the GPU waiting. "
