@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import re
 from pathlib import Path
 
 import numpy as np
@@ -174,12 +175,34 @@ def test_what_cannot_be_modelled_is_refused(program: Program, edits: list[str], 
     assert "\n" not in str(caught.value)
 
 
-def test_a_snapshot_without_known_tensors_has_no_optimizer_to_edit() -> None:
-    real = Program(open_snapshot(SMALL).device())
-    with pytest.raises(
-        UsageError, match="nothing says which allocations are optimizer state; `profkit run --memory` records that"
-    ):
-        apply_edits(real, ["optimizer:sgd"])
+@pytest.mark.parametrize(
+    ("name", "edit", "refused"),
+    [
+        ("small-train", "gradients:bf16", "gradients is only guessed from their lifetimes; `profkit run --memory`"),
+        ("small-train", "parameters:bf16", "gradients is only guessed"),
+        ("resnet50-adamw", "parameters:bf16", "parameters is only guessed"),
+        ("nanogpt-default", "optimizer:sgd", "optimizer state is only guessed"),
+    ],
+)
+def test_what_a_snapshot_without_a_run_only_guesses_is_not_edited(name: str, edit: str, refused: str) -> None:
+    real = Program(open_snapshot(TRACES / f"{name}.snapshot.pickle.gz").device())
+    with pytest.raises(UsageError, match=refused):
+        apply_edits(real, [edit])
+
+
+def test_an_optimizer_state_that_call_stacks_prove_is_edited_as_if_the_run_had_recorded_it(
+    recorded: dict[str, OpenedSnapshot],
+) -> None:
+    for name in ("resnet50-adamw", "nanogpt"):
+        alone = open_snapshot(TRACES / f"{name}.snapshot.pickle.gz")
+        for kind in ("none", "sgd", "sgd-momentum", "adamw-8bit", "offload", "adamw-fused"):
+            try:
+                known = recorded[name].whatif(edits=[f"optimizer:{kind}"], capacity_bytes=2**37).cases[1]
+            except UsageError as error:
+                with pytest.raises(UsageError, match=re.escape(str(error))):
+                    alone.whatif(edits=[f"optimizer:{kind}"])
+                continue
+            assert alone.whatif(edits=[f"optimizer:{kind}"], capacity_bytes=2**37).cases[1] == known
 
 
 def test_a_real_model_with_every_layer_checkpointed_has_the_peaks_that_its_sizes_give() -> None:

@@ -8,8 +8,10 @@ and their gradients in chunks, as Liger Kernel's cross entropy does.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from functools import cached_property
+from operator import itemgetter
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -21,6 +23,9 @@ from profkit.errors import UsageError
 from profkit.names import BACKWARD, OPTIMIZER
 from profkit.run.owners import ROLES
 from profkit.snapshot.columns import Ints
+
+Frame = tuple[str, str, int]
+"""Function, file and line."""
 
 
 class Program:
@@ -45,6 +50,10 @@ class Program:
         """Return which allocations are of one of some categories, as far as is known or guessed."""
         return self._mask(claim.category in categories for claim in self.claims)
 
+    def knows_all(self, category: str) -> bool:
+        """Return whether no allocation is of a category by a guess from its lifetime."""
+        return not any(claim.category == category and claim.evidence == "lifetime" for claim in self.claims)
+
     def is_role(self, role: str) -> Bools:
         """Return which allocations the run recorded as tensors of a role (a key of `ROLES`)."""
         owners = self.memory.owners
@@ -59,10 +68,34 @@ class Program:
             sizes[row] = max(known.pop() or 0, 0) if len(known) == 1 else 0
         return sizes
 
-    def states_of(self, requests: Requests, where: Bools | Ints) -> list[str]:
-        """Return which state of a parameter some requests are: ``exp_avg`` of ``head.weight.exp_avg``."""
-        owners = self.memory.owners
-        return [owners[row].parts[0].name.rpartition(".")[2] for row in requests.source[where].tolist()]
+    def states_of(self, requests: Requests, where: Bools | Ints) -> list[str | None]:
+        """Return which state of a parameter some requests are: ``exp_avg`` of ``head.weight.exp_avg``.
+
+        Where the run did not record it, the line that made the state says it of Adam and AdamW; else it is None.
+        """
+        owners, by_line = self.memory.owners, self._state_of_line
+        return [
+            owners[row].parts[0].name.rpartition(".")[2] if row in owners else by_line.get(self._state_line(row))
+            for row in requests.source[where].tolist()
+        ]
+
+    def _state_line(self, row: int) -> Frame | None:
+        frames = self.memory.stacks.facts_of(row).frames
+        return next((frame for frame in frames if frame[0] == _MAKES_STATE and _ADAM_FILE.search(frame[1])), None)
+
+    @cached_property
+    def _state_of_line(self) -> dict[Frame | None, str]:
+        """The state that each line of Adam's makes: a counter of one number, if it is on the GPU, then the moments."""
+        largest: dict[Frame, int] = {}
+        for row in np.flatnonzero(self.is_category("optimizer state")).tolist():
+            line = self._state_line(row)
+            if line is not None:
+                size = int(self.replay.requested_bytes[row])
+                largest[line] = max(largest.get(line, 0), size)
+        lines = sorted(largest, key=itemgetter(2))
+        moments = [line for line in lines if largest[line] > _LARGEST_SCALAR_BYTES]
+        counters = [line for line in lines if largest[line] <= _LARGEST_SCALAR_BYTES]
+        return {**dict.fromkeys(counters, "step"), **dict(zip(moments, _ADAM_MOMENTS, strict=False))}
 
     @cached_property
     def is_optimizer_temporary(self) -> Bools:
@@ -116,7 +149,12 @@ _TABLES, _TABLE_BYTES = 2, 1024
 _FUSED_STEP_BYTES = 4
 _LARGEST_SCALAR_BYTES = 8
 
-_ADAM = {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "step"}
+_ADAM_MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+"""In the order in which ``Adam._init_group`` makes them (torch/optim/adam.py)."""
+
+_ADAM = {*_ADAM_MOMENTS, "step"}
+_ADAM_FILE = re.compile(r"torch/optim/adamw?\.py$")
+_MAKES_STATE = "_init_group"
 
 
 def edit_optimizer(program: Program, requests: Requests, kind: str) -> Change:
@@ -129,7 +167,11 @@ def edit_optimizer(program: Program, requests: Requests, kind: str) -> Change:
     if kind in ("none", "sgd", "offload"):
         return Change(requests.keep(~(is_state | is_temporary)), f"{_OPTIMIZERS[kind]}: known state and {removed}")
     states = program.states_of(requests, is_state)
-    if unknown := {*states} - _ADAM:
+    if None in states:
+        raise CannotModelError(
+            "nothing says which state of a parameter each allocation is; `profkit run --memory` records that"
+        )
+    if unknown := {*filter(None, states)} - _ADAM:
         raise CannotModelError(f"the recorded optimizer keeps {', '.join(sorted(unknown))}, which Adam does not")
     if kind == "adamw-8bit":
         return _make_8bit(program, requests, np.flatnonzero(is_state), is_temporary)
@@ -214,7 +256,7 @@ def edit_parameters(program: Program, requests: Requests, kind: str) -> Change:
     if kind != "bf16":
         raise CannotModelError(f"no kind of parameters {kind!r}; it is bf16")
     where = _find_tensors(program, requests, "parameter")
-    follows = (program.is_role("gradient") | program.is_role("optimizer_state"))[requests.source]
+    follows = _known_tensors(program, requests, "gradient") | _known_tensors(program, requests, "optimizer_state")
     unsure = _unsure_of_elements(program, requests.source[where])
     requests = _halve(program, requests, where, "parameters")
     requests = _halve(program, requests, follows)
@@ -281,12 +323,27 @@ def _halve(program: Program, requests: Requests, where: Bools, what: str | None 
 
 
 def _find_tensors(program: Program, requests: Requests, role: str) -> Bools:
-    where = program.is_role(role)[requests.source]
+    where = _known_tensors(program, requests, role)
     if where.any():
         return where
     if program.memory.recorded is None:
         raise CannotModelError(f"nothing says which allocations are {ROLES[role]}; `profkit run --memory` records that")
     raise CannotModelError(f"the run recorded no {ROLES[role]} on the GPU")
+
+
+def _known_tensors(program: Program, requests: Requests, role: str) -> Bools:
+    """Return which requests are of a role, as the run recorded; without a record, as their call stacks prove.
+
+    A part of a category that is known does not say what an edit of all of it would do.
+    """
+    if program.memory.recorded is not None:
+        return program.is_role(role)[requests.source]
+    category = ROLES[role]
+    if not program.knows_all(category):
+        raise CannotModelError(
+            f"which allocations are {category} is only guessed from their lifetimes; `profkit run --memory` records it"
+        )
+    return program.is_category(category)[requests.source]
 
 
 def _element_bytes(program: Program, rows: Ints) -> Ints:
