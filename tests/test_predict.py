@@ -19,6 +19,7 @@ from profkit.analysis.step_replay.replay import Constants, prepare, prove, run
 from profkit.analysis.step_replay.steps import FROM_HOST, ReplayedStep, StepReplay
 from profkit.errors import UsageError
 from profkit.names import DATA
+from profkit.report.units import format_ns
 from profkit.run.edits import EDITS, FORMS, parse_edits, read_factor
 from profkit.run.lines import LineTime
 from tests.efficiency_runs import SMALL
@@ -598,6 +599,20 @@ def test_the_command_predicts_the_time_from_a_trace_alone() -> None:
     assert sum(data["time"]["limited_by"].values()) == after["expected"]
     assert "cpu:" in run_command("whatif", SMALL, "--edit", "cpu:×2", "--format", "csv").stdout
     assert "a step's time is predicted with --edit" in run_command("whatif", SMALL).stderr
+
+
+def test_a_larger_batch_is_compared_with_as_many_samples_as_now() -> None:
+    data = json.loads(run_command("whatif", SMALL, "--edit", "batch:×4", "--format", "json").stdout)["time"]
+    assert data["batch_factor"] == 4
+    for end, time_ns in data["after_ns"].items():
+        assert data["as_many_samples_ns"][end] == pytest.approx(time_ns / 4, abs=1)
+    said = " ".join(run_command("whatif", SMALL, "--edit", "batch:×4").stdout.split())
+    expected = format_ns(data["as_many_samples_ns"]["expected"])
+    assert "The step after has 4 times as many samples. For as many as now: least " in said
+    assert f", expected {expected}, most " in said
+    same = json.loads(run_command("whatif", SMALL, "--edit", "cpu:×2", "--format", "json").stdout)["time"]
+    assert (same["batch_factor"], same["as_many_samples_ns"]) == (1, same["after_ns"])
+    assert "samples" not in run_command("whatif", SMALL, "--edit", "cpu:×2").stdout
 
 
 def test_a_snapshot_alone_gets_memory_and_unchanged_is_said() -> None:

@@ -47,7 +47,7 @@ from profkit.analysis.step_replay.lanes import StepLanes, lay_out_lanes
 from profkit.analysis.step_replay.limits import sum_parts
 from profkit.analysis.step_replay.replay import Proof
 from profkit.analysis.step_replay.steps import ReplayedStep, StepReplay
-from profkit.run.edits import Edit
+from profkit.run.edits import Edit, read_factor
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -135,7 +135,8 @@ class TimeAnswer:
 
     ``now_ns`` is the measured step: unprofiled, or as recorded where ``unprofiled_ns`` is None. ``limited_by`` is what
     limits the step after, by cause; it sums up to ``expected_ns``. ``widths_ns`` is by how much each assumption moves
-    the prediction, the most first. ``refusal`` says why nothing is predicted.
+    the prediction, the most first. ``refusal`` says why nothing is predicted. ``batch_factor`` is how many times
+    as many samples the step after has.
     """
 
     edits: tuple[str, ...]
@@ -151,6 +152,13 @@ class TimeAnswer:
     limited_by: Mapping[str, int] | None = None
     assumptions: tuple[str, ...] = ()
     widths_ns: Mapping[str, int] | None = None
+    batch_factor: float = 1.0
+
+    @property
+    def as_many_ns(self) -> dict[str, int | None]:
+        """The step after, for as many samples as the step has now."""
+        ends = {"low": self.low_ns, "expected": self.expected_ns, "high": self.high_ns}
+        return {name: None if time_ns is None else round(time_ns / self.batch_factor) for name, time_ns in ends.items()}
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -159,6 +167,8 @@ class TimeAnswer:
             "unprofiled_ns": self.unprofiled_ns,
             "replay": describe_replay(self.proof, self.fit),
             "after_ns": {"low": self.low_ns, "expected": self.expected_ns, "high": self.high_ns},
+            "batch_factor": self.batch_factor,
+            "as_many_samples_ns": self.as_many_ns,
             "limited_by": self.limited_by,
             "assumptions": list(self.assumptions),
             "widths_ns": self.widths_ns,
@@ -202,7 +212,9 @@ def predict_time(replay: StepReplay, edits: Sequence[Edit], facts: ProgramFacts)
     if unknown or replay.refusal is not None:
         why = f"what {unknown} would do to the time is not known: only a run of the edited program shows it"
         return _refuse(replay, [edit.text for edit in edits], replay.refusal or why)
-    return predict_changes(replay, [change_of(edit) for edit in edits], facts)
+    answer = predict_changes(replay, [change_of(edit) for edit in edits], facts)
+    factors = [float(read_factor(edit.argument)) for edit in edits if edit.spec.name == "batch"]
+    return replace(answer, batch_factor=math.prod(factors))
 
 
 def change_of(edit: Edit) -> StepChange:

@@ -346,7 +346,18 @@ def time_parts(answer: TimeAnswer) -> Iterator[Table | Lines]:
         return
     yield Lines([f"{', '.join(answer.edits)}: the step now and after, by its replay"], "head")
     yield time_table(answer)
+    if answer.batch_factor != 1:
+        yield Lines([_describe_samples(answer)])
     yield Lines(_rests_on(answer))
+
+
+def _describe_samples(answer: TimeAnswer) -> str:
+    """Say how many samples the predicted step has, and the time of as many as a step has now: a Try states that one."""
+    times = {name: UNKNOWN if time_ns is None else format_ns(time_ns) for name, time_ns in answer.as_many_ns.items()}
+    return (
+        f"The step after has {answer.batch_factor:g} times as many samples. For as many as now: least {times['low']},"
+        f" expected {times['expected']}, most {times['high']}"
+    )
 
 
 def time_table(answer: TimeAnswer | None) -> Table:
