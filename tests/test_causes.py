@@ -285,6 +285,14 @@ def with_groups(groups: int, unlike: int, parameters: int = 160, name: str = "Ad
     return {"conditions": {"optimizers": [{**ADAMW, "name": name, "fused": True, **counts}]}}
 
 
+def written_optimizer(parameters: int, *kernels: Action) -> tuple[Program, dict[str, Any]]:
+    """Steps of an optimizer that is not torch's, with 400 small kernels and more, for so many parameters."""
+    phases = within("forward", launch(NVJET, 100_000, 10)), within("optimizer", launch(ADD, 2_000, 400), *kernels)
+    own = {**ADAMW, "name": "Adafactor", "is_torchs": False, "parameters": parameters}
+    lines = [line(3 * MS, "optimizer", "optimizer.step"), line(MS, "optimizer", "grad.pow", line=31)]
+    return equal_steps(*phases, wait), {"conditions": {"optimizers": [own]}, "lines": lines}
+
+
 def small_kernels(name: str) -> Program:
     return equal_steps(within("forward/model/layer", *[launch(NVJET, 50_000), launch(name, 100_000)] * 10), wait)
 
@@ -573,6 +581,10 @@ NEARLY: list[Case] = [
     # They keep up: another loader is waited for.
     ("loader", *with_workers(3 * MS, 64, 4 * MS, batch_ns=4 * MS)),
     ("optimizer", optimizer_loop(), {"conditions": {"optimizers": [{**ADAMW, "name": "Muon"}]}}),
+    # It has about as many operations as parameters, or nobody counted those, or it mostly multiplies matrices.
+    ("optimizer", *written_optimizer(200)),
+    ("optimizer", *written_optimizer(0)),
+    ("optimizer", *written_optimizer(40, launch(NVJET, 4_000, 150))),
     # Two groups at most have the same options, or there are few, or some made no step; or somebody else wrote it.
     ("optimizer", optimizer_calls(160, 160), with_groups(160, 80)),
     ("optimizer", optimizer_calls(6, 6), with_groups(6, 1, 6)),
@@ -723,6 +735,7 @@ NAMED: dict[str, Case] = {
     # The copy comes first; without the last wait of the step, Python makes the next batch while the GPU computes.
     "the same, and no line is late": ("waits", COPIED, {"lines": [ITEM]}),
     "an optimizer in a loop": ("optimizer", optimizer_loop(), {"conditions": {"optimizers": [ADAMW]}}),
+    "an optimizer that somebody wrote": ("optimizer", *written_optimizer(40)),
     "a group for each parameter": ("optimizer", optimizer_calls(160, 160), with_groups(160, 2)),
     "the same, and nobody counted the groups": ("optimizer", optimizer_calls(160, 160), with_groups(0, 0, 0)),
     "products in fp32": ("tf32", products(SGEMM), {}),

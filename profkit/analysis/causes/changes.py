@@ -43,6 +43,8 @@ _OF_SAMPLED: By = {"least": 0.7, "expected": 1.0, "most": 1.6}
 _LAUNCH_NS: By = {"least": 2_500, "expected": 4_000, "most": 7_000}
 _LATENCY_NS: By = {"least": 2_000, "expected": 4_000, "most": 7_000}
 """How long a launch takes that does not wait, and from its end to the kernel's start."""
+_COMPILED_LAUNCHES: Mapping[World, int] = {"least": 10, "expected": 4, "most": 2}
+"""Of how many launches of an optimizer's loop compiled code has one: Python that breaks its graph leaves more."""
 
 
 def scale_operations(name: str, choose: Choose, factor: By, assumption: str) -> StepChange:
@@ -219,6 +221,23 @@ def merge_groups(name: str, left: By, moved_bytes: int | None) -> StepChange:
         return merge_launches(columns, calls, round(1 / left[setting.world]), min(time_ns, sum(durations)))
 
     return StepChange(name, apply, "how many parameters one launch takes")
+
+
+def compile_optimizer(moved_bytes: int) -> StepChange:
+    """Return the change after which an optimizer's loop over parameters is compiled code: fewer and larger launches.
+
+    ``moved_bytes`` is the least that its kernels read and write together, without what they hand on to one another.
+    """
+
+    def apply(columns: StepColumns, setting: Setting) -> StepColumns:
+        calls = [call for call in setting.calls_in({OPTIMIZER}) if columns.kind[call] in (HOST, LAUNCH)]
+        now_ns = sum(columns.duration_ns[row] for call in calls for row in range(*columns.launches[call]))
+        rate = setting.facts.bytes_per_s
+        least_ns = min(now_ns, fused_time(moved_bytes, setting)) if rate else 0
+        time_ns = {"least": least_ns, "expected": (least_ns + now_ns) // 2, "most": now_ns}[setting.world]
+        return merge_launches(columns, calls, _COMPILED_LAUNCHES[setting.world], time_ns)
+
+    return StepChange("compile-optimizer", apply, "how many of the optimizer's launches compiling leaves")
 
 
 def keep_workers() -> StepChange:

@@ -11,6 +11,7 @@ from statistics import median
 from profkit.analysis.causes.changes import (
     NOTHING,
     By,
+    compile_optimizer,
     drop_own_waits,
     drop_some_launches,
     fuse,
@@ -40,6 +41,7 @@ from profkit.analysis.step_replay.limits import OUTSIDE, Limit, LimitPart
 from profkit.analysis.step_replay.predict import StepChange
 from profkit.analysis.step_replay.ranks_together import ON_TIME
 from profkit.analysis.step_replay.steps import FROM_HOST, ReplayedStep
+from profkit.analysis.summary import SMALL
 from profkit.names import BACKWARD, DATA, FORWARD, OPTIMIZER, kind_of
 from profkit.run.edits import parse_edits
 from profkit.run.lines import LineTime
@@ -59,6 +61,11 @@ _READING_FUNCTIONS = ("torch.", "F.", "float", "int", "bool", "print")
 """Methods and functions that wait for a value themselves; others call what waits, in code that may not be one's own."""
 _MANY = 4
 """Launches of an optimizer's step from which on fewer are worth looking at."""
+_MANY_PARAMETERS = 16
+_OF_LOOP = (*SMALL, "optimizer", "fill")
+_SMALL_NS = 20_000
+_MOSTLY = 0.8
+"""An optimizer of small kernels has so many of them: one that multiplies matrices is not much faster compiled."""
 _MANY_GROUPS, _FEWER = 8, 4
 """So many groups of parameters are worth looking at, if that many times fewer would do."""
 _MORE_THAN_LAYERS = 128
@@ -223,6 +230,42 @@ def _optimizer(evidence: Evidence) -> Iterator[Cause]:
         changes=edits(f"optimizer:{better}"),
         edit=f"optimizer:{better}",
         evidence={"launches": launches, "span_ns": evidence.summary.per_step(optimizer.span_ns)},
+    )
+
+
+def _written_optimizer(evidence: Evidence) -> Iterator[Cause]:
+    """An optimizer that is not torch's, and makes several small operations for each parameter in a loop of Python."""
+    optimizer, optimizers = evidence.summary.optimizer, used_optimizers(evidence.manifest)
+    if optimizer is None or optimizer.kind != "single tensor" or not optimizers or _communicates(evidence):
+        return
+    parameters = sum(used.parameters for used in optimizers)
+    kernels = [one for one in evidence.kernels if one.phase == OPTIMIZER]
+    small = [one for one in kernels if one.category in _OF_LOOP and one.duration_ns < _SMALL_NS]
+    if any(used.is_torchs or not used.parameters for used in optimizers) or len(small) < _MOSTLY * len(kernels):
+        return
+    each = len(kernels) / parameters
+    if parameters < _MANY_PARAMETERS or each < _MANY:
+        return
+    calls = [line for line in (*evidence.lines, *evidence.facts.callers) if line.phase == OPTIMIZER and line.file]
+    steps = [
+        line for line in calls if (line.called or "").endswith(".step") and line.place not in evidence.trainer_lines
+    ]
+    line = max(steps, key=lambda line: line.time_ns, default=None)
+    yield Cause(
+        code="optimizer",
+        cause=f"{_name_all(optimizers)} steps in a loop over parameters",
+        detail=f": {len(kernels):,} launches a step, {each:.0f} for each parameter",
+        line=None if line is None else source_line(line),
+        module=OPTIMIZER,
+        change="torch.compile(optimizer.step), or an optimizer that is fused",
+        changes=[compile_optimizer(sum(used.fused_step_bytes for used in optimizers))],
+        costs="compiling at the start",
+        worth=WORTH_COMPILING,
+        evidence={
+            "launches": len(kernels),
+            "parameters": parameters,
+            "span_ns": evidence.summary.per_step(optimizer.span_ns),
+        },
     )
 
 
@@ -408,7 +451,7 @@ def _waits_itself(line: LineTime) -> bool:
     return not line.called or line.method in _READING or line.called.startswith(_READING_FUNCTIONS)
 
 
-LAUNCHES = (_waits, _optimizer, _small_groups, _zeroed_gradients, _filled_memory, _compile)
+LAUNCHES = (_waits, _optimizer, _written_optimizer, _small_groups, _zeroed_gradients, _filled_memory, _compile)
 
 _WHY_LATE: dict[WhyLate, tuple[str, str]] = {
     "data": ("waits for data", "make this rank's batches as fast as the others'"),
