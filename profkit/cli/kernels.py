@@ -197,7 +197,8 @@ def efficiency(
 
     The largest part of a range's time on the GPU decides what limits it: idle while the host launches kernels (kernel
     launches), idle while it does anything else (Python), communication that nothing hides (communication), or
-    computing. Computing is limited by the peak that it would reach first: arithmetic or memory bandwidth.
+    computing. Computing is limited by the peak that it would reach first: arithmetic or memory bandwidth. Where the
+    recorded step can be run again (step replay), it says instead what most of the range's part of the step waits for.
     """
     refuse_overwriting([trace, ceilings], [output.path, plot])
     if by == "line":
@@ -234,7 +235,7 @@ def efficiency(
 
             # A picture with a point for each layer and step would be unreadable.
             folded = opened.efficiency(name, ceilings=ceilings, dtype=dtype) if numbered else result
-            plot_roofline(folded, plot, untrusted=check.failed)
+            plot_roofline(folded, plot, limits=opened.step_limits, untrusted=check.failed)
     output.print(document)
     obey_strict(trace, check, strict=strict)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePath
@@ -34,7 +34,7 @@ from profkit.analysis.memory.device import DeviceMemory, Filter
 from profkit.analysis.memory.opened_snapshot import MemoryResult
 from profkit.analysis.opened import OpenedTrace
 from profkit.analysis.step_replay.lanes import StepLanes
-from profkit.analysis.step_replay.limits import Limit
+from profkit.analysis.step_replay.limits import Limit, StepLimits
 from profkit.analysis.tree import split_path
 from profkit.errors import TraceError
 from profkit.files import write_whole
@@ -42,7 +42,7 @@ from profkit.names import BACKWARD, FORWARD, OPTIMIZER, RECOMPUTE, phase_of
 from profkit.report import colours, make_visible, shorten, shorten_apart, simplify_name
 from profkit.report.commands.answer import NAMES
 from profkit.report.commands.kernels import count_line, sort_rows, subject
-from profkit.report.commands.steps import LIMITS
+from profkit.report.commands.steps import DATA, name_limits
 from profkit.report.document import UNTRUSTED
 from profkit.report.units import format_bytes, format_ns, format_share, four_digits, ns_over
 from profkit.run.directory import find_run
@@ -330,15 +330,19 @@ _CLOSE = 1.4
 _MARGIN = 4.0
 """How far, on a logarithmic axis, the picture reaches beyond its outermost points."""
 
-# Okabe and Ito's colours, which colour-blind people can distinguish.
+# Okabe and Ito's colours, which colour-blind people can distinguish; those of rare limits are between them.
 _COLOURS = {
-    "compute-bound": "#0072B2",
-    "memory-bound": "#E69F00",
-    "launch-bound": "#D55E00",
-    "communication-bound": "#CC79A7",
-    "host-bound": "#009E73",
-    None: "#777777",
+    "arithmetic": "#0072B2",
+    "memory bandwidth": "#E69F00",
+    "kernel launches": "#D55E00",
+    "communication": "#CC79A7",
+    "Python": "#009E73",
+    DATA: "#7A5195",
+    "waits for the GPU": "#56B4E9",
+    "memory copies": "#66A61E",
+    "allocations": "#B58B5A",
 }
+_OTHER_COLOUR = "#777777"
 _MARKERS = {FORWARD: "o", BACKWARD: "v", RECOMPUTE: "P", OPTIMIZER: "D"}
 _OTHER_MARKER = "s"
 _LARGEST_AREA, _LEAST_AREA = 420.0, 18.0
@@ -346,12 +350,14 @@ _LARGEST_AREA, _LEAST_AREA = 420.0, 18.0
 _MOST_NAMED = 24
 
 
-def plot_roofline(result: EfficiencyResult, path: Path, *, untrusted: bool = False) -> None:
+def plot_roofline(
+    result: EfficiencyResult, path: Path, *, limits: StepLimits | None = None, untrusted: bool = False
+) -> None:
     """Write the roofline to a PNG file, one point per row of the table whose operations and least bytes are known.
 
     A point's height is all operations per second of GPU busy, its area the time of GPU busy, its shape the phase, its
-    colour what limits the range. A solid roof was measured by `profkit ceilings` on such a
-    GPU; a dashed one is the datasheet's, and the picture says so. An ``untrusted`` capture failed its self-check.
+    colour what limits the range, as in the table. A solid roof was measured by `profkit ceilings` on such a GPU; a
+    dashed one is the datasheet's, and the picture says so. An ``untrusted`` capture failed its self-check.
 
     Raises:
         TraceError: no range has known operations and least bytes, or the GPU's peaks are unknown.
@@ -372,7 +378,7 @@ def plot_roofline(result: EfficiencyResult, path: Path, *, untrusted: bool = Fal
             lacking, cure = "the GPU's peaks", "measure them with `profkit ceilings` and give its file to --ceilings"
         raise TraceError(f"{result.trace}: {lacking} are unknown, so there is no roofline to draw; {cure}")
     with draw_png(path, 9.5, 6) as (figure, axes):
-        _draw(axes, result, result.peaks, points)
+        _draw(axes, result, result.peaks, points, name_limits(result.ranges, limits))
         if untrusted:
             figure.suptitle(UNTRUSTED, fontsize=10, fontweight="bold", color="#B00020")
         _name_points(axes, points)
@@ -383,20 +389,26 @@ def rate_of(row: EfficiencyRow) -> float:
     return ((row.flops or 0) + (row.other_flops or 0)) / row.busy_ns * 1e9
 
 
-def _draw(axes: Axes, result: EfficiencyResult, peaks: Peaks, points: list[EfficiencyRow]) -> None:
+def _draw(
+    axes: Axes,
+    result: EfficiencyResult,
+    peaks: Peaks,
+    points: list[EfficiencyRow],
+    limited_by: Mapping[str, str | None],
+) -> None:
     axes.set_xscale("log")
     axes.set_yscale("log")
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.9g}"))
     _draw_roofs(axes, result, peaks, points)
     longest = max(row.busy_ns for row in points)
-    for word, phase in dict.fromkeys((row.verdict, _phase_of(row)) for row in points):
-        mine = [row for row in points if (row.verdict, _phase_of(row)) == (word, phase)]
+    for words, phase in dict.fromkeys((limited_by[row.path], _phase_of(row)) for row in points):
+        mine = [row for row in points if (limited_by[row.path], _phase_of(row)) == (words, phase)]
         axes.scatter(
             [row.intensity or 0 for row in mine],
             [rate_of(row) / 1e12 for row in mine],
             s=[max(_LARGEST_AREA * row.busy_ns / longest, _LEAST_AREA) for row in mine],
-            color=_COLOURS[word],
+            color=_colour_of(words),
             marker=_MARKERS.get(phase, _OTHER_MARKER),
             alpha=0.85,
             zorder=3,
@@ -405,7 +417,7 @@ def _draw(axes: Axes, result: EfficiencyResult, peaks: Peaks, points: list[Effic
     axes.set_ylabel("TFLOP/s while the GPU is busy")
     axes.grid(True, which="major", color="#E5E5E5", linewidth=0.8)
     axes.set_axisbelow(True)
-    axes.legend(handles=_legend(points), loc="lower right", fontsize=9, frameon=False)
+    axes.legend(handles=_legend(points, limited_by), loc="lower right", fontsize=9, frameon=False)
     axes.set_title(make_visible(_title(result)), fontsize=10, loc="left")
 
 
@@ -414,11 +426,17 @@ def _phase_of(row: EfficiencyRow) -> str:
     return next((name for name in names if name in _MARKERS), "")
 
 
-def _legend(points: list[EfficiencyRow]) -> list[Artist]:
+def _colour_of(words: str | None) -> str:
+    """Return the colour of a limit; waiting for any rank has that of communication."""
+    kind = "communication" if (words or "").startswith("waiting for rank") else words
+    return _COLOURS.get(kind or "", _OTHER_COLOUR)
+
+
+def _legend(points: list[EfficiencyRow], limited_by: Mapping[str, str | None]) -> list[Artist]:
     handles: list[Artist] = []
-    for word in dict.fromkeys(row.verdict for row in points):
-        label = "limit unknown" if word is None else f"limited by {LIMITS[word]}"
-        handles.append(Patch(color=_COLOURS[word], label=label))
+    for words in dict.fromkeys(limited_by[row.path] for row in points):
+        label = "limit unknown" if words is None else f"limited by {words}"
+        handles.append(Patch(color=_colour_of(words), label=label))
     for phase in dict.fromkeys(map(_phase_of, points)):
         shape = _MARKERS.get(phase, _OTHER_MARKER)
         handles.append(Line2D([], [], linestyle="", marker=shape, color="#555555", label=phase or "other range"))

@@ -42,7 +42,11 @@ TERA = Unit(lambda value: four_digits(value / 1e12) if value else "0")
 _GIGA = Unit(lambda value: four_digits(value / 1e9) if value else "0")
 
 _PARTS = tuple(field.name for field in fields(GpuParts))
-_EXACT = (*(field.name for field in fields(EfficiencyRow) if field.name not in ("gpu", "idle")), *_PARTS)
+_EXACT = (
+    *(field.name for field in fields(EfficiencyRow) if field.name not in ("gpu", "idle")),
+    *_PARTS,
+    "limited_by",
+)
 
 _SOURCES = {
     "formula": "computed from the model's sizes",
@@ -85,6 +89,8 @@ def build_efficiency_document(
         verdict = verdict_beside(answer, compared)
         parts += [Lines(verdict)] if verdict else []
     data = result.to_dict()
+    for row in data["ranges"]:
+        row["limited_by"] = words[row["path"]]
     if answer:
         data = {"answer": answer, **data}
     if limits is not None:
