@@ -18,13 +18,14 @@ from profkit.analysis.ranks.members import BY_DEVICE, BY_PID, NAMED, PROVED, fin
 from profkit.errors import UsageError
 from profkit.joining import read_ranks
 from profkit.report.commands.ranks import describe_verdict
+from profkit.report.units import format_ns
 from profkit.run.directory import KINETO_TRACE, LIGHT, name_of_rank
 from profkit.trace.nsys import read_nsys
 from tests import second_method
 from tests.golden import check_transcript
 from tests.kineto_builder import row, written
 from tests.nsys_builder import NsysBuilder
-from tests.rank_builder import GEMM, MS, NCCL, Delay, simulate, write_kineto_run, write_nsys
+from tests.rank_builder import GEMM, MS, NCCL, Delay, said, simulate, write_kineto_run, write_nsys
 from tests.second_method import Rank
 from tests.training_scripts import training_of_ranks
 
@@ -231,6 +232,30 @@ def test_real_light_records_of_two_gpus(name: str) -> None:
     result = read_ranks(LIGHT_RECORDS / name)
     assert result.waits_ns.any()
     _assert_equal(result, _raw_light(LIGHT_RECORDS / name, 2))
+
+
+def test_the_time_at_the_wire_is_that_of_a_step_wherever_it_is_shown() -> None:
+    """Beside `compare`, whose columns are all of a step, `ranks` once showed that of one collective."""
+    path = LIGHT_RECORDS / "ddp-none"
+    result = read_ranks(path)
+    (row,) = result.groups
+    assert row.wire_ns is not None
+    assert row.count == 13 * result.step_count
+    wire = format_ns(round(row.wire_ns / result.step_count))
+    ranks, compared = said("ranks", path), said("compare", path, LIGHT_RECORDS / "ddp-forward", "--force")
+    assert f"all_reduce 13 29.59 MiB {wire} " in ranks
+    assert f"all_reduce 13.00 13.00 {wire} " in compared
+
+
+def test_what_columns_of_a_light_record_are_of_is_said_beneath_them() -> None:
+    """Its medians are not of the step's own beginning and end, so that they may be longer."""
+    path = LIGHT_RECORDS / "tp-waits-in-loss"
+    late = next(rank for rank in read_ranks(path).ranks if rank.rank == 1)
+    assert late.exposed_ns is None
+    assert late.parts["python"] > late.step_ns
+    text = said("ranks", path)
+    assert "often one of the step before, to that wait; they do not sum up to the step, and may be longer." in text
+    assert "waiting (mean over steps): from a rank's own arrival" in text
 
 
 @pytest.mark.slow

@@ -36,8 +36,9 @@ class RankSummary:
     ``parts`` are its own time by cause; with ``exposed_ns``, the communication that nothing hid, they sum up to
     ``step_ns``. ``waiting_ns`` is the time in collectives before the last rank arrived, hidden or not; None of a rank
     whose record ends too early to be compared. ``sm_mhz`` and ``throttle`` are None and () where nobody recorded them.
-    ``parts`` of a rank that only left a light record are medians of what it did before the first long wait of a step,
-    and do not sum up to the step.
+    ``parts`` of a rank that only left a light record are the medians of its phases, added up, in what it did from the
+    collective before the first long wait of a step, often one of the step before, to that wait: they do not sum up to
+    the step, and may be longer.
     """
 
     rank: int

@@ -181,8 +181,8 @@ def _group_table(result: RanksResult) -> Table:
         Column("kind", "collective", TEXT),
         Column("dtype", "dtype", TEXT, wide=True),
         Column("count", "times", count_over(steps)),
-        Column("each_bytes", "size", BYTES),
-        Column("each_wire_ns", "at the wire", NS),
+        Column("each_bytes", "size each", BYTES),
+        Column("wire_ns", "at the wire", ns_over(steps)),
         Column("algorithm_bandwidth", "alg GB/s", GIGABYTES),
         Column("bus_bandwidth", "bus GB/s", GIGABYTES),
         Column("hidden_ns", "hidden", ns_over(steps), wide=True),
@@ -193,7 +193,6 @@ def _group_table(result: RanksResult) -> Table:
         {
             **asdict(row),
             "each_bytes": None if row.byte_count is None else round(row.byte_count / row.count),
-            "each_wire_ns": None if row.wire_ns is None else round(row.wire_ns / row.count),
         }
         for row in result.groups
     ]
@@ -265,9 +264,13 @@ def _notes(result: RanksResult) -> Sequence[str]:
         lines.append(f"{sums}{', without the first step' * is_first_out}")
     else:
         lines.append(
-            'ranks with a dash under "not hidden": computing is what phases took on the GPU beyond their Python time'
+            'ranks with a dash under "not hidden" left a light record. data, launching and Python: each phase\'s median'
+            " on the host from the collective before a step's first long wait, often one of the step before, to that"
+            " wait; they do not sum up to the step, and may be longer. computing: what phases took on the GPU beyond"
+            " their Python time"
         )
-    lines.append("waiting: from a rank's own arrival to that of the last rank, hidden behind computing or not")
+    mean = " (mean over steps)" if result.recorded_step_count and not result.is_exact else ""
+    lines.append(f"waiting{mean}: from a rank's own arrival to that of the last rank, hidden behind computing or not")
     if sum(row.waiting_ns for row in result.groups) > (result.waiting_ns + 1) * max(result.step_count, 1):
         lines.append(
             "waiting in a group is the mean of its ranks, each collective by itself; the first line is the mean of all"
