@@ -438,9 +438,9 @@ def with_workers(
     return equal_steps(within("data", python(data_ns)), *(work or [FORWARD])), given
 
 
-def slow_dataset(data_ns: int, line_ns: int, *work: Action) -> tuple[Program, dict[str, Any]]:
+def slow_dataset(data_ns: int, line_ns: int, *work: Action, batch_ns: int = 20 * MS) -> tuple[Program, dict[str, Any]]:
     """Return steps that wait for four workers on four CPUs, of whose 20 ms for a batch a line takes so much."""
-    program, given = with_workers(data_ns, 4, 20 * MS, *work)
+    program, given = with_workers(data_ns, 4, batch_ns, *work, batch_ns=batch_ns)
     parse = line(line_ns, None, "json.load", file="/code/data.py", line=12, function="__getitem__", thread="worker")
     return program, {**given, "lines": [parse]}
 
@@ -705,6 +705,7 @@ NAMED: dict[str, Case] = {
     "workers that are started anew": ("loader", *restarts(BURST_NS)),
     "workers that a full queue hides": ("loader", *with_workers(0, 64, 20 * MS, launch(NVJET, 2 * MS), wait)),
     "a line of the dataset, and no CPUs for more workers": ("loader", *slow_dataset(3 * MS, 15 * MS)),
+    "the same, and most of the step is the wait": ("loader", *slow_dataset(55 * MS, 190 * MS, batch_ns=220 * MS)),
     "the same, which a full queue hides": ("loader", *slow_dataset(0, 15 * MS, launch(NVJET, 2 * MS), wait)),
     "samples that are padded": ("padding", *padded(250)),
     "products beside bursts that no worker is slow for": ("tf32", *waits_in_bursts(4 * MS, *IN_FP32)),

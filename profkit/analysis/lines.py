@@ -29,6 +29,8 @@ _LEAST_LONGER = 0.02
 _COVERED = 0.5
 _OF_ERROR = 0.9
 _MOST_OF_LONGEST = 0.8
+NEAR = 8
+"""Lines of a function that stand this close together do one thing."""
 _STRAY = 1
 """One sample in another step may be of a pause."""
 
@@ -80,7 +82,8 @@ class RareSteps:
     """Steps that took far longer than most of those in which lines were looked for: the typical step leaves them out.
 
     ``count`` of ``of`` steps took ``longer_ns`` longer than the typical one, on average: one in ``every``, None if that
-    is not known. ``line`` is the longest of those that ran in them alone, None if there was none.
+    is not known. ``line`` is the longest of those that ran in them alone, None if there was none; with those that stand
+    near it, it takes ``lines_ns`` of each step, on average.
     """
 
     count: int
@@ -88,6 +91,7 @@ class RareSteps:
     longer_ns: int
     every: int | None
     line: LineTime | None
+    lines_ns: int = 0
 
     @property
     def which(self) -> str:
@@ -119,7 +123,13 @@ def find_rare_steps(found: RunLines) -> RareSteps | None:
         return None
     apart = {later - earlier for earlier, later in pairwise(rare)}
     every = apart.pop() if len(apart) == 1 else None
-    return RareSteps(len(rare), len(times), round(longer_ns / len(rare)), every, line)
+    together = [] if line is None or line.is_caller else [each for each in alone if _is_near(each, line)]
+    lines_ns = sum(each.time_ns for each in together) if line is None or together else line.time_ns
+    return RareSteps(len(rare), len(times), round(longer_ns / len(rare)), every, line, lines_ns)
+
+
+def _is_near(one: LineTime, other: LineTime) -> bool:
+    return (one.file, one.function) == (other.file, other.function) and abs(one.line - other.line) <= NEAR
 
 
 def _choose_exclusive(lines: Sequence[LineTime], elsewhere: Collection[tuple[str | None, int]]) -> LineTime | None:

@@ -54,7 +54,8 @@ def _loader(evidence: Evidence) -> Iterator[Cause]:
     if behind:
         yield from behind
         return
-    cheaper = _cheapen_batches(evidence, waited_ns, pace_ns)
+    in_time_ns = evidence.expect_after([batches_every(0)]) or pace_ns
+    cheaper = _cheapen_batches(evidence, waited_ns, in_time_ns)
     workers = choose_workers(evidence, waited_ns, pace_ns)
     if cheaper is not None and waited_ns >= _LEAST_SHARE * evidence.now_ns:
         cause, every_ns = cheaper

@@ -27,13 +27,14 @@ from profkit.analysis.causes.evidence import (
     source_line,
 )
 from profkit.analysis.causes.memory import unread_graphs
+from profkit.analysis.lines import NEAR
 from profkit.analysis.step_replay import LAUNCH
 from profkit.analysis.step_replay.edits import find_pageable_copies
 from profkit.analysis.step_replay.kernel_edits import is_convolution
 from profkit.analysis.step_replay.limits import OUTSIDE, Limit
 from profkit.analysis.step_replay.steps import ReplayedStep
 from profkit.analysis.time_account.gpu_time import LONGEST_PAUSE_NS
-from profkit.names import BACKWARD, COLLECTING, COMPILING, DATA, OPTIMIZER
+from profkit.names import BACKWARD, COLLECTING, COMPILING, DATA, INFERENCE, OPTIMIZER
 from profkit.run.lines import LineTime
 
 _FACTORIES = ("randn", "rand", "randint", "randperm", "normal", "zeros", "ones", "full", "arange", "empty")
@@ -44,8 +45,6 @@ _MAKERS = (".tensor", ".as_tensor", ".from_numpy")
 _LEAST_SHARE = 0.01
 _COVERED = 0.5
 """A line whose time is at least by this share long pauses between CUDA calls runs Python; else it prepares kernels."""
-_NEAR = 8
-"""Lines of a function that stand this close together do one thing."""
 _MOSTLY = 0.5
 """A pause that is compiling by this share is all of it."""
 
@@ -85,7 +84,7 @@ def _fetches_for(evidence: Evidence, lines: Sequence[LineTime]) -> Iterator[Line
     first = min(lines, key=lambda line: line.line)
     for line in evidence.lines:
         is_alike = (line.file, line.function, line.phase) == (first.file, first.function, first.phase)
-        is_before = first.line - _NEAR <= line.line < first.line
+        is_before = first.line - NEAR <= line.line < first.line
         if is_alike and is_before and line.method in _FETCHES and round(line.waits):
             yield line
 
@@ -179,7 +178,7 @@ def group_nearby(lines: Iterable[LineTime]) -> Iterator[Sequence[LineTime]]:
         groups[line.file or "", line.function.partition(".<")[0], line.phase].append(line)
     for group in groups.values():
         ordered = sorted(group, key=lambda line: line.line)
-        starts = [at for at, line in enumerate(ordered) if not at or line.line - ordered[at - 1].line > _NEAR]
+        starts = [at for at, line in enumerate(ordered) if not at or line.line - ordered[at - 1].line > NEAR]
         yield from (ordered[start:end] for start, end in pairwise([*starts, len(ordered)]))
 
 
@@ -190,14 +189,17 @@ def _rare_steps(evidence: Evidence) -> Iterator[Cause]:
         return
     every = rare.every or rare.of / rare.count
     mean_ns = evidence.now_ns + round(rare.longer_ns / every)
+    # What else runs in these steps, as the rest of a rollout, stays.
+    saved_ns = min(rare.lines_ns, mean_ns - evidence.now_ns)
+    change = "do it less often, or beside training"
     yield Cause(
         code="python",
         cause=f"{rare.which} {name_ms(rare.longer_ns)} longer",
         detail=f", for {rare.line.called or rare.line.function}",
         line=source_line(rare.line),
-        change="do it less often, or beside training",
-        answer=evidence.typical_instead_of(mean_ns),
-        evidence={"longer_ns": rare.longer_ns, "every": every, MEAN_STEP: mean_ns},
+        change="do it less often, or on larger batches" if rare.line.phase == INFERENCE else change,
+        answer=evidence.typical_instead_of(mean_ns, mean_ns - saved_ns),
+        evidence={"longer_ns": rare.longer_ns, "every": every, "lines_ns": rare.lines_ns, MEAN_STEP: mean_ns},
     )
 
 
