@@ -707,6 +707,82 @@ def test_the_line_of_rare_steps_is_the_one_that_runs_in_no_other(run_with_lines:
     assert find(halves[0]) is None  # a pause of the machine's may have been the rest
 
 
+USUAL = {"forward_ns": 4_000_000, "backward_ns": 5_000_000, "step_ns": 10_000_000}
+
+
+def _write_run(
+    folder: Path, unprofiled: Sequence[dict[str, int]], looked: Sequence[dict[str, int]], *lines: LineTime
+) -> Path:
+    content = {**manifest([]), "clean": None, "attached": {"steps": list(unprofiled)}}
+    (folder / "manifest.json").write_text(json.dumps(content))
+    write_lines(folder / "lines.jsonl", RunLines(LineSteps(tuple(looked)), lines))
+    return folder
+
+
+def _in_phase(number: int, called: str, phase: str | None, time_ns: int, error_ns: int = 20_000) -> LineTime:
+    return LineTime("/me/train.py", number, "main", called, phase, "main", 200, time_ns, error_ns, 0.0)
+
+
+def test_a_line_that_runs_in_rare_steps_alone_is_none_of_the_typical_steps(tmp_path: Path) -> None:
+    """One step in ten sleeps for 50 ms, and waits: on average that line takes more than any other."""
+    sleeping = {**USUAL, "step_ns": 60_000_000}
+    saving = _in_phase(50, "time.sleep", None, 5_000_000, 2_400_000)
+    rows = [_in_phase(30, "model", "forward", 4_000_000), _in_phase(31, "loss.backward", "backward", 5_000_000), saving]
+    run = _write_run(tmp_path, [*[USUAL] * 9, sleeping], ([USUAL] * 9 + [sleeping]) * 4, *rows)
+    result = find_lines(Run(run))
+    assert result.step_ns == 10_000_000
+    assert {line.line: line.time_ns for line in result.lines} == {30: 4_000_000, 31: 5_000_000}
+    assert result.rare == (saving,), "as sampled"
+    assert [line.line for line in choose_lines(result)] == [30]
+    text = " ".join(run_command("efficiency", run, "--by", "line").stdout.split())
+    assert "left out: train.py:50 main: time.sleep, which rare steps alone ran; on average 5.000 ms a step" in text
+
+
+def test_a_pause_in_one_step_is_taken_from_the_lines_that_had_it(tmp_path: Path) -> None:
+    """One of 11 steps has a pause of 44 ms within forward: the mean of its line is 4 ms longer, and so is its error."""
+    paused = {**USUAL, "forward_ns": 48_000_000, "step_ns": 54_000_000}
+    rows = [
+        _in_phase(30, "model", "forward", 7_000_000, 4_000_000),
+        _in_phase(32, "mask", "forward", 1_000_000, 0),
+        _in_phase(31, "loss.backward", "backward", 5_000_000),
+    ]
+    result = find_lines(Run(_write_run(tmp_path, [USUAL] * 10, [*[USUAL] * 5, paused, *[USUAL] * 5], *rows)))
+    assert {line.line: line.time_ns for line in result.lines} == {31: 5_000_000, 30: 3_000_000, 32: 1_000_000}
+    assert next(line.error_ns for line in result.lines if line.line == 30) < 400_000
+    assert result.rare == ()
+
+
+def test_lines_sum_up_to_the_step_that_is_shown_though_its_times_vary(tmp_path: Path) -> None:
+    """Medians of the phases are 40, 50 and 10 as in the unprofiled steps; the means, which lines have, are longer."""
+    longer = {"forward_ns": 6_000_000, "backward_ns": 7_000_000, "step_ns": 14_500_000}
+    rows = [
+        _in_phase(30, "model", "forward", 4_800_000),
+        _in_phase(31, "loss.backward", "backward", 5_800_000),
+        _in_phase(33, "log", None, 1_200_000),
+    ]
+    result = find_lines(Run(_write_run(tmp_path, [USUAL] * 10, [*[USUAL] * 6, *[longer] * 4], *rows)))
+    assert sum(line.time_ns for line in result.lines) == pytest.approx(10_000_000, rel=0.01)
+    assert sum(line.time_ns for line in result.lines) <= result.step_ns
+    assert result.unscaled == ()
+
+
+def test_a_phase_whose_factor_cannot_be_right_is_named(tmp_path: Path) -> None:
+    """The backward pass took twice as long while lines were looked for; then the whole step, too."""
+    slower = {**USUAL, "backward_ns": 10_000_000, "step_ns": 14_000_000}
+    rows = [_in_phase(30, "model", "forward", 4_000_000), _in_phase(31, "loss.backward", "backward", 10_000_000)]
+    run = _write_run(tmp_path, [USUAL] * 10, [slower] * 10, *rows)
+    result = find_lines(Run(run))
+    assert result.unscaled == ("backward",)
+    assert sum(line.time_ns for line in result.lines) <= result.step_ns
+    text = " ".join(run_command("efficiency", run, "--by", "line").stdout.split())
+    assert "to the unprofiled steps (backward scaled as the whole step: too far from their times); ±" in text
+    slower |= {"step_ns": 20_000_000}
+    result = find_lines(Run(_write_run(tmp_path, [USUAL] * 10, [slower] * 10, *rows)))
+    assert {line.line: line.time_ns for line in result.lines} == {30: 4_000_000, 31: 10_000_000}
+    text = " ".join(run_command("efficiency", run, "--by", "line").stdout.split())
+    assert "(backward as sampled: too far from their times)" in text
+
+
 def test_a_line_that_runs_a_trainer_is_none_of_the_summarys(run_with_lines: Path) -> None:
     path = run_with_lines / "lines.jsonl"
     found = read_run_lines(path)

@@ -1,16 +1,27 @@
-"""The lines of source behind a step's time: found in steps of their own, and scaled to the unprofiled ones."""
+"""The lines of source behind a step's time: found in steps of their own, and scaled to the unprofiled ones.
+
+A line's time is its mean of all steps in which lines were looked for. What rare steps among these took longer is known
+of each phase, and is taken from its lines as their standard errors say; what is left is what the usual steps took on
+average. This is scaled to what the typical unprofiled step has of the phase, so that the lines sum up to the step.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from statistics import median
 from typing import Any
 
 from profkit.analysis import NotebookResult, table_of
-from profkit.analysis.time_account.step_times import mark_rare, samples_by_phase, settle_waits
+from profkit.analysis.time_account.step_times import (
+    PhaseSamples,
+    mark_rare_steps,
+    samples_by_phase,
+    samples_on_host,
+    settle_waits,
+)
 from profkit.errors import RunError
 from profkit.names import DATA, STEP
 from profkit.run.directory import Run
@@ -40,6 +51,9 @@ class LinesResult(NotebookResult):
     """The lines of one rank, the longest first: times are scaled to an unprofiled step.
 
     ``callers`` are those of their lines that had called others: their times are the others', and no part of the sum.
+    ``rare`` are lines that ran in rare steps alone, which are no part of the typical step: their times are as sampled,
+    the mean of all steps. ``unscaled`` are the phases whose factor cannot be right, empty for time outside of phases;
+    their times are scaled as the whole step's, or as sampled where that has no factor (``is_step_scaled``).
     ``unnamed_ns`` is the time a step with no line of the user's own, or with too few samples to name one, ``ahead_ns``
     that in which Python was done and the GPU was not: profkit waited for it at the step's end. ``step_ns`` is the
     unprofiled step, ``batch_ns`` what a worker takes for a batch and ``batch_cpu_ns`` what its CPUs do, None without
@@ -59,6 +73,9 @@ class LinesResult(NotebookResult):
     batch_ns: int | None
     batch_cpu_ns: int | None
     no_waits: str | None
+    rare: tuple[LineTime, ...] = ()
+    unscaled: tuple[str, ...] = ()
+    is_step_scaled: bool = False
 
     @property
     def worker_cpus(self) -> float | None:
@@ -107,13 +124,13 @@ def find_rare_steps(found: RunLines) -> RareSteps | None:
     """
     times = [step[f"{STEP}_ns"] - step.get(f"{DATA}_ns", 0) for step in found.steps.steps]
     usual_ns = median(times) if times else 0
-    rare = [at for at, is_rare in enumerate(mark_rare(times)) if at and is_rare]
+    rare = [at for at, is_rare in enumerate(mark_rare_steps(found.steps.steps)) if at and is_rare]
     longer_ns = sum(times[at] - usual_ns for at in rare)
     if not rare or longer_ns < _LEAST_LONGER * sum(times):
         return None
-    least_error = _OF_ERROR * math.sqrt((len(times) - len(rare)) / (len(rare) * (len(times) - 1)))
+    spread = _spread_of(len(rare), len(times))
     known = [line for line in (*found.lines, *found.callers) if line.file and line.thread != "worker"]
-    alone = [line for line in known if line.error_ns >= least_error * line.time_ns]
+    alone = [line for line in known if _varies_as_rare(line, spread)]
     elsewhere = {line.place for line in known if line not in alone and line.samples > _STRAY}
     alone = [line for line in alone if line.samples >= FEWEST_SAMPLES]
     line = _choose_exclusive(alone, elsewhere)
@@ -147,6 +164,21 @@ def _choose_exclusive(lines: Sequence[LineTime], elsewhere: Collection[tuple[str
     return min(most, key=lambda line: line.time_ns, default=None)
 
 
+def _varies_as_rare(line: LineTime, spread: float) -> bool:
+    """Return whether the standard error of a line is that of one which runs in rare steps alone; see `_spread_of`."""
+    return line.error_ns * spread >= _OF_ERROR * line.time_ns
+
+
+def _is_alone(line: LineTime, spread: float) -> bool:
+    """Return whether a line surely runs in rare steps alone."""
+    return line.thread != "worker" and line.samples >= FEWEST_SAMPLES and _varies_as_rare(line, spread)
+
+
+def _spread_of(rare: int, steps: int) -> float:
+    """Return what the standard error of a mean of steps is multiplied by to be what rare ones alone add to the mean."""
+    return math.sqrt(rare * (steps - 1) / (steps - rare))
+
+
 def find_lines(run: Run, rank: int = 0) -> LinesResult:
     """Return the lines of a run, scaled phase by phase to its unprofiled steps.
 
@@ -160,15 +192,19 @@ def find_lines(run: Run, rank: int = 0) -> LinesResult:
             f"{run.path}: holds no lines of source{whose}; record them with `profkit run` (without --no-lines) "
             "of a script that makes steps after the recorded ones"
         )
-    looked = _step_times(Samples(found.steps.steps))
-    unprofiled = _step_times(settle_waits(run.manifest) or Samples())
-    scale = _scales(looked, unprofiled)
-    named = [line for line in found.lines if line.file is not None and _is_known(line)]
+    looked, unprofiled = (
+        _times_of(samples) for samples in (Samples(found.steps.steps), settle_waits(run.manifest) or Samples())
+    )
+    usual = leave_out_rare_steps(found)
+    scale = _fit_step(_scales(looked, unprofiled), usual.lines, unprofiled)
+    named = [line for line in usual.lines if line.file is not None and _is_known(line)]
     rows = [_row(line, scale) for line in named]
-    callers = [_row(line, scale) for line in found.callers if _is_known(line)]
-    own = [line for line in found.lines if line.thread != "worker"]
-    ahead_ns = max(looked.get(STEP, 0) - sum(line.time_ns for line in own), 0)
-    step_ns = unprofiled.get(STEP, looked.get(STEP, 0))
+    callers = [_row(line, scale) for line in usual.callers if _is_known(line)]
+    own = [line for line in usual.lines if line.thread != "worker"]
+    looked_ns = _mean_ns(looked[STEP]) if STEP in looked else 0.0
+    ahead_ns = max(looked_ns - sum(line.time_ns for line in own), 0)
+    step_ns = unprofiled[STEP].typical_ns if STEP in unprofiled else looked_ns
+    kept = {_identify(line) for line in usual.lines}
     return LinesResult(
         run=str(run.path),
         rank=rank,
@@ -183,6 +219,96 @@ def find_lines(run: Run, rank: int = 0) -> LinesResult:
         batch_ns=found.steps.batch_ns if found.steps.batches else None,
         batch_cpu_ns=found.steps.batch_cpu_ns,
         no_waits=found.steps.no_waits,
+        rare=tuple(line for line in found.lines if line.file and _is_known(line) and _identify(line) not in kept),
+        unscaled=_unscaled_phases(rows, scale),
+        is_step_scaled=STEP in scale,
+    )
+
+
+def _unscaled_phases(lines: Iterable[LineTime], scale: Mapping[str | None, float]) -> tuple[str, ...]:
+    phases = dict.fromkeys(line.phase for line in lines if line.thread != "worker")
+    return tuple(phase or "" for phase in phases if scale and phase not in scale)
+
+
+def _identify(line: LineTime) -> tuple[object, ...]:
+    return line.file, line.line, line.function, line.called, line.phase, line.thread
+
+
+def leave_out_rare_steps(found: RunLines) -> RunLines:
+    """Return the lines with what the usual steps took on average, without those that run in rare steps alone.
+
+    What rare steps add to the mean of a phase is known; a line's standard error says how much of that may be its own.
+    """
+    steps = found.steps.steps
+    rare = int(mark_rare_steps(steps).sum())
+    if not rare or len({step.get("context") for step in steps}) > 1:
+        return found
+    spread, added = _spread_of(rare, len(steps)), _added_by_rare_steps(steps)
+    by_phase: dict[str | None, list[LineTime]] = {}
+    for line in found.lines:
+        if line.thread != "worker":
+            by_phase.setdefault(line.phase, []).append(line)
+    taken: dict[tuple[object, ...], float] = {}
+    for phase, own in by_phase.items():
+        taken |= _share_added(own, added.get(phase, 0.0), spread)
+    # A line that had called others has what these have, and the others of its phase are no part of it.
+    of_callers = [min(_most_added(line, spread), added.get(line.phase, 0.0)) for line in found.callers]
+    lines = [_take(line, taken.get(_identify(line), 0.0), spread) for line in found.lines]
+    callers = [_take(line, rare_ns, spread) for line, rare_ns in zip(found.callers, of_callers, strict=True)]
+    return replace(found, lines=_drop_none(lines), callers=_drop_none(callers))
+
+
+def _drop_none(lines: Iterable[LineTime | None]) -> tuple[LineTime, ...]:
+    return tuple(line for line in lines if line is not None)
+
+
+def _added_by_rare_steps(steps: Sequence[Mapping[str, int]]) -> dict[str | None, float]:
+    """Return by how much rare steps make the mean of each phase longer; that of time outside of phases has no name.
+
+    It is the time of the host, as the lines' is.
+    """
+    looked = samples_on_host(steps)
+    added = {
+        phase: max(float(times.total_ns.sum()) / len(steps) - _mean_ns(times), 0.0) for phase, times in looked.items()
+    }
+    outside_ns = max(added.pop(STEP, 0.0) - sum(added.values()), 0.0)
+    return added | {None: outside_ns}
+
+
+def _most_added(line: LineTime, spread: float) -> float:
+    return min(float(line.time_ns), line.error_ns * spread)
+
+
+def _share_added(lines: Sequence[LineTime], added_ns: float, spread: float) -> dict[tuple[object, ...], float]:
+    """Return how much of what rare steps add to a phase's mean is each line's; first come lines of rare steps alone."""
+    taken: dict[tuple[object, ...], float] = {}
+    for is_alone in (True, False):
+        own = [line for line in lines if _is_alone(line, spread) == is_alone]
+        weights = {_identify(line): line.time_ns if is_alone else _most_added(line, spread) for line in own}
+        whole = sum(weights.values())
+        part = min(added_ns / whole, 1.0) if whole else 0.0
+        taken |= {key: part * weight for key, weight in weights.items()}
+        added_ns -= part * whole
+    return taken
+
+
+def _take(line: LineTime, rare_ns: float, spread: float) -> LineTime | None:
+    """Return a line without its time in rare steps, which made its error larger; None if it has hardly any other.
+
+    Its error is no smaller than that of as few samples.
+    """
+    if not rare_ns:
+        return line
+    if rare_ns >= _OF_ERROR * line.time_ns:
+        return None
+    left = 1 - rare_ns / line.time_ns
+    of_few_ns = left * line.time_ns / math.sqrt(max(left * line.samples, 1.0))
+    usual_error_ns = math.sqrt(max(line.error_ns**2 - (rare_ns / spread) ** 2, 0.0))
+    return replace(
+        line,
+        time_ns=round(left * line.time_ns),
+        error_ns=round(max(usual_error_ns, min(of_few_ns, line.error_ns))),
+        waiting_ns=round(left * line.waiting_ns),
     )
 
 
@@ -218,15 +344,37 @@ def _scaled(time_ns: int, line: LineTime, scale: Mapping[str | None, float]) -> 
     return time_ns if line.thread == "worker" else round(time_ns * scale.get(line.phase, scale.get(STEP, 1.0)))
 
 
-def _step_times(samples: Samples) -> dict[str, float]:
-    context = next(iter(samples.contexts), None)
-    return {phase: times.time_ns for phase, times in samples_by_phase(samples, context).items()}
+def _times_of(samples: Samples) -> dict[str, PhaseSamples]:
+    return samples_by_phase(samples, next(iter(samples.contexts), None))
 
 
-def _scales(looked: Mapping[str, float], unprofiled: Mapping[str, float]) -> dict[str | None, float]:
+def _mean_ns(times: PhaseSamples) -> float:
+    """Return what the usual steps had of a phase, on average."""
+    usual = int(times.is_usual.sum()) + times.lacking
+    return float(times.total_ns[times.is_usual].sum()) / usual if usual else 0.0
+
+
+def _scales(looked: Mapping[str, PhaseSamples], unprofiled: Mapping[str, PhaseSamples]) -> dict[str | None, float]:
     """Return what each phase's times are multiplied by; that of the step is for time outside of phases too."""
     scales: dict[str | None, float] = {}
-    for phase, time_ns in unprofiled.items():
-        if looked.get(phase) and 1 / _LARGEST_SCALE <= time_ns / looked[phase] <= _LARGEST_SCALE:
-            scales[phase] = time_ns / looked[phase]
+    for phase, times in unprofiled.items():
+        mean_ns = _mean_ns(looked[phase]) if phase in looked else 0.0
+        if mean_ns and 1 / _LARGEST_SCALE <= times.typical_ns / mean_ns <= _LARGEST_SCALE:
+            scales[phase] = times.typical_ns / mean_ns
+    if STEP in scales:
+        scales[None] = scales[STEP]
     return scales
+
+
+def _fit_step(
+    scale: dict[str | None, float], lines: Sequence[LineTime], unprofiled: Mapping[str, PhaseSamples]
+) -> dict[str | None, float]:
+    """Return the factors, all of them smaller where the lines of the thread that trains would exceed its step.
+
+    Medians of phases may add up to more than the median of the step, and factors of some phases may not be known.
+    """
+    if STEP not in scale:
+        return scale
+    whole_ns = sum(_scaled(line.time_ns, line, scale) for line in lines if line.thread == "main")
+    fit = min(1.0, unprofiled[STEP].typical_ns / whole_ns) if whole_ns else 1.0
+    return {phase: factor * fit for phase, factor in scale.items()}

@@ -367,6 +367,12 @@ def samples_by_phase(samples: Samples, context: int | None) -> dict[str, PhaseSa
     return {phase: by_phase[phase] for phase in sorted(by_phase, key=phase_order)}
 
 
+def samples_on_host(steps: Sequence[Mapping[str, int]]) -> dict[str, PhaseSamples]:
+    """Return phase → its times on the host in steps over one context length; by CUDA events where those are unknown."""
+    clocks: tuple[Clock, ...] = (*_CLOCKS, "host")
+    return {phase: times for clock in clocks for phase, times in _samples_by_clock(steps, clock).items()}
+
+
 def _samples_by_clock(steps: Sequence[Mapping[str, int]], clock: Clock) -> dict[str, PhaseSamples]:
     is_usual = ~mark_rare_steps(steps)
     each = [times_of_step(step, clock) for step in steps]

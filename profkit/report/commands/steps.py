@@ -149,7 +149,7 @@ def build_lines_document(result: LinesResult) -> Document:
 
 def _notes(result: LinesResult) -> Iterator[str]:
     if result.is_scaled:
-        yield "times are scaled, phase by phase, to the unprofiled steps; ± is the standard error"
+        yield f"times are scaled, phase by phase, to the unprofiled steps{_unscaled(result)}; ± is the standard error"
     else:
         yield "times are as sampled: no unprofiled step is near enough to scale them to; ± is the standard error"
     if result.unnamed_ns:
@@ -164,6 +164,19 @@ def _notes(result: LinesResult) -> Iterator[str]:
         yield "waits: calls that wait for the GPU, per step; torch does not see torch.cuda.synchronize() and NCCL"
     if result.knows_waits:
         yield "waiting for the GPU is not work: removing a wait helps only if the GPU is idle meanwhile"
+
+    for line in result.rare:
+        where, mean = f" in {line.phase}" if line.phase else "", NS.show(line.time_ns)
+        yield f"left out: {name_line(line)}, which rare steps alone ran{where}; on average {mean} a step"
+
+
+def _unscaled(result: LinesResult) -> str:
+    """Say of which phases the unprofiled times are too far from those of the steps with lines to scale by them."""
+    if not result.unscaled:
+        return ""
+    names = " and ".join(phase or "time outside of phases" for phase in result.unscaled)
+    how = "scaled as the whole step" if result.is_step_scaled else "as sampled"
+    return f" ({names} {how}: too far from their times)"
 
 
 def name_source(line: SourceLine | LineLimit | LineTime) -> str:
