@@ -904,7 +904,7 @@ def test_without_a_cause_there_is_no_try(tmp_path: Path) -> None:
     program = equal_steps(within("forward", launch(NVJET, 300_000, 40), wait))
     last = program.write(tmp_path / "last", [line(MS, "forward", "loss.item", waits=1, waiting_ns=MS)])
     assert last.tries == ()
-    assert last.nothing == "Nothing found that would save more than 2 %: the step is 100 % arithmetic."
+    assert last.nothing == "Nothing found that surely saves more than 2 %: the step is 100 % arithmetic."
     assert convolutions(NVJET, ADD).write(tmp_path / "none").tries == ()
 
 
@@ -990,7 +990,7 @@ def test_a_late_rank_is_named_with_the_step_of_all_ranks_without_it(captures: Pa
     evidence, *others = (Evidence(opened, one) for one in (alone, refused, summary))
     assert evidence.limits is alone.limits
     assert [one.limits for one in others] == [None, None], "no row changes the steps of all ranks"
-    nothing = "Nothing found that would save more than 2 %"
+    nothing = "Nothing found that surely saves more than 2 %"
     assert [_say_nothing(one).partition(", as recorded")[0] for one in others] == [
         f"{nothing}.",
         f"{nothing}: the step is 94 % Python",
@@ -1068,7 +1068,7 @@ def test_nothing_found_says_how_much_of_the_step_is_communication() -> None:
     limits = replace(limits, parts=(communicating, replace(communicating, cause="python", time_ns=70 * MS)))
     opened = open_capture(ROOT / "traces" / "tiny-train-cpu.nsys2023.sqlite")
     summary = Summary("run", has_trace=True, limits=limits)
-    nothing = "Nothing found that would save more than 2 %: the step is "
+    nothing = "Nothing found that surely saves more than 2 %: the step is "
     assert _say_nothing(Evidence(opened, summary)) == f"{nothing}70 % Python and 30 % communication."
     parts = StepPart(Limit.COMPUTING, 80 * MS), StepPart(Limit.COMMUNICATING, 20 * MS)
     work = WorkUse("gpu-kernel", 400 * MS, {"gemm": 150 * MS, "communication": 200 * MS}, {}, None, None)

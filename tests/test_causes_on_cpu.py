@@ -110,7 +110,7 @@ def test_an_evaluation_in_few_steps_is_no_part_of_the_step_that_is_shown(tmp_pat
     assert describe_answer(summary, find_advice(opened, summary)).startswith("A step takes 100.0 ms: 40.00 ms of it in")
 
 
-NOTHING = "Nothing found that would save more than 2 %: the step is 40 % backward and 30 % forward and "
+NOTHING = "Nothing found that surely saves more than 2 %: the step is 40 % backward and 30 % forward and "
 FORWARD, BACKWARD = ("forward/net/net.attention", "backward/net/net.attention")
 LOOP: dict[str, Operators] = {FORWARD: [("aten::copy_", 5.0)] * 2_000, "backward": [("aten::mm", 36_000)]}
 

@@ -382,16 +382,16 @@ def _say_nothing(evidence: Evidence) -> str:
             return "Nothing found that would save more than 2 % of the peak."
         what = _name_missing(evidence)
         if what is None:
-            return f"Nothing found that would save more than 2 %: the step is {_name_phases(evidence.summary)}."
+            return f"Nothing found that surely saves more than 2 %: the step is {_name_phases(evidence.summary)}."
         return f"Nothing is predicted: no {what} was recorded."
     if limits.refusal is not None and evidence.replay is not None:
-        return "Nothing found that would save more than 2 %."
+        return "Nothing found that surely saves more than 2 %."
     if limits.refusal is not None:
         return f"Nothing is predicted: {limits.refusal}."
     parts = " and ".join(_compose(evidence.summary, limits))
     if limits.unprofiled_ns is None:
         parts += ", as recorded; without a profiler, of which no step was timed, Python is faster"
-    return f"Nothing found that would save more than {WORTH:.0%}: the step is {parts}.".replace("2%", "2 %")
+    return f"Nothing found that surely saves more than {WORTH:.0%}: the step is {parts}.".replace("2%", "2 %")
 
 
 def _name_missing(evidence: Evidence) -> str | None:
