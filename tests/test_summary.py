@@ -15,7 +15,7 @@ from profkit.analysis.causes.advice import Advice, AdviceResult, find_advice
 from profkit.analysis.causes.evidence import Interval, SourceLine
 from profkit.analysis.step_replay.calibrate import AS_RECORDED
 from profkit.analysis.step_replay.limits import OUTSIDE, Limit, LimitPart, LineLimit, StepLimits
-from profkit.analysis.summarize import summarize_capture
+from profkit.analysis.summarize import summarize_capture, why_left_out
 from profkit.analysis.summary import StepPart, StepTree, StepUse, Summary, divide_step
 from profkit.analysis.time_account.account import IdleCauses, IdleTime
 from profkit.analysis.tree.modules import ModuleTime, find_costliest
@@ -39,6 +39,8 @@ from profkit.report.document import render
 from profkit.report.page.page import render_report
 from profkit.report.units import format_share
 from profkit.run.lines import LineSteps, LineTime, RunLines, write_lines
+from profkit.run.manifest import Manifest, Workload
+from profkit.run.recording import COMMAND_WARMUP
 from tests.captures import CAPTURES, capture
 from tests.conftest import ROOT
 from tests.efficiency_runs import SMALL, make_small_run, make_timed_run
@@ -140,6 +142,29 @@ def test_a_short_try_has_whole_sentences(monkeypatch: pytest.MonkeyPatch) -> Non
     assert "2 .item() waits for the GPU · points.py:53 · keep the value on the GPU · → 32.5 ms (32.0 to 34.0)" in said
     assert "3 deterministic algorithms fill all memory that torch allocates · torch.utils.deterministic." in said
     assert "fill_uninitialized_memory = False · →" in said
+
+
+@pytest.mark.parametrize(
+    ("options", "workload", "why"),
+    [
+        ([], {"step_on": "whole", "warmup_steps": 0}, "the program shows no step; `profkit help scripts` says what"),
+        (["--step-on", "whole"], {"step_on": "whole", "warmup_steps": 0}, None),
+        ([], {"warmup_steps": 2}, "the program makes too few steps for that"),
+        (["--warmup", "2"], {"warmup_steps": 2}, None),
+        (["--no-lines"], {"warmup_steps": COMMAND_WARMUP}, None),
+    ],
+)
+def test_the_command_that_was_just_run_is_recommended_only_if_it_could_record_more(
+    options: list[str], workload: dict[str, Any], why: str | None, small: Summary
+) -> None:
+    target = ("python", "train.py", "--warmup", "9")
+    command = ("profkit", "run", *options, "--", *target)
+    manifest = Manifest(kind="command", command=command, argv=target, workload=Workload(**workload))
+    summary = replace(small, missing=("lines of source",), why_missing=why_left_out(manifest))
+    said = " ".join(render(build_summary_document(summary, AdviceResult()), "table").split())
+    assert f"Lacks lines of source: {why or '`profkit run -- '}" in said
+    script = Manifest(kind="command", command=("profkit", "run", *options, *target[1:]), argv=target)
+    assert why_left_out(replace(script, workload=manifest.workload)) == summary.why_missing
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 3])

@@ -44,6 +44,7 @@ from profkit.analysis.tree.modules import ModuleTime, find_costliest, time_kerne
 from profkit.errors import Finding, ProfkitError
 from profkit.names import BACKWARD, DATA, FORWARD, OPTIMIZER, RECOMPUTE, STEP, phase_of
 from profkit.run.manifest import Compiled, Manifest, find_condition
+from profkit.run.recording import COMMAND_WARMUP
 from profkit.trace.columns import Bools, Ints, distinct_values, empty_ints
 
 _MUCH = 0.05
@@ -79,7 +80,12 @@ def summarize_capture(capture: OpenedCapture) -> Summary:
     if capture.run is not None and found is not None:
         lines = choose_lines(find_lines(capture.run))
         summary = replace(summary, lines=lines, rare_steps=find_rare_steps(found))
-    summary = replace(summary, compilations=read_run_compilations(capture.run), missing=tuple(_missing(capture)))
+    summary = replace(
+        summary,
+        compilations=read_run_compilations(capture.run),
+        missing=tuple(_missing(capture)),
+        why_missing=why_left_out(manifest),
+    )
     kept = {
         finding.message: finding
         for finding in findings
@@ -102,6 +108,24 @@ def _missing(capture: OpenedCapture) -> Iterator[str]:
         yield "lines of source"
     if capture.run.manifest.unprofiled is None:
         yield "unprofiled step times"
+
+
+def why_left_out(manifest: Manifest) -> str | None:
+    """Return why `profkit run` of the same command would again leave lines and unprofiled times out; None if not so.
+
+    It chose itself to record fewer steps than usual, or the whole program, which shows none.
+    """
+    program, target = list(manifest.command), list(manifest.argv)
+    while program and target and program[-1] == target[-1]:
+        del program[-1], target[-1]
+    options = {word.partition("=")[0] for word in program if word.startswith("--")}
+    workload = manifest.workload
+    if workload.step_on == "whole" and "--step-on" not in options:
+        return "the program shows no step; `profkit help scripts` says what makes one"
+    is_short = workload.warmup_steps is not None and workload.warmup_steps < COMMAND_WARMUP
+    if manifest.kind == "command" and is_short and not options & {"--warmup", "--steps", "--step-on"}:
+        return "the program makes too few steps for that"
+    return None
 
 
 def _head(capture: OpenedCapture, manifest: Manifest) -> Head:

@@ -358,6 +358,8 @@ class Summary:
     findings: tuple[Finding, ...] = ()
     missing: tuple[str, ...] = ()
     """What a run of steps could hold and does not: an older profkit recorded it, or it was left out."""
+    why_missing: str | None = None
+    """Why the command that recorded it would leave it out again; None if it would not, or if that is not known."""
     compilations: RunCompilations | None = None
     """What torch.compile did, None if that is not known."""
 

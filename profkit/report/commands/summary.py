@@ -219,7 +219,8 @@ def _tried(result: AdviceResult) -> Iterator[Line]:
 def _missing(summary: Summary) -> Iterator[Line]:
     if summary.missing:
         command = shlex.join(_words(summary.head))
-        yield "Lacks", f"{' and '.join(summary.missing)}: `profkit run -- {command}` records them"
+        cure = summary.why_missing or f"`profkit run -- {command}` records them"
+        yield "Lacks", f"{' and '.join(summary.missing)}: {cure}"
 
 
 def _flatten(data: Any, key: str = "") -> Iterator[dict[str, Any]]:

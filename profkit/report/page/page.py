@@ -285,18 +285,19 @@ def _trust_section(run: Results) -> Section:
 
 
 def _find_missing(run: Results) -> Iterator[tuple[str, str]]:
-    capture, again = run.capture, run.record_again
+    capture, again, why = run.capture, run.record_again, run.summary.why_missing
     directory, trace = capture.run, capture.trace
     if trace is None or run.kernels is None:
         yield "time: kernels, ranges, steps", again("--nsys")
     elif run.summary.step_ns is None:
         yield "steps: name the ranges around them `step N`, or let profkit find them", again("")
     elif directory is not None and directory.lines() is None:
-        yield "lines of source", again("")
+        yield ("lines of source", again("")) if not why else (f"lines of source: {why}", "")
     if capture.snapshot is None:
         yield "memory", again("--memory")
     if run.capture.manifest.unprofiled is None:
-        yield "step times without a profiler", again("--nsys")
+        what = "step times without a profiler"
+        yield (what, again("--nsys")) if not why else (f"{what}: {why}", "")
     if trace is not None and (directory is None or directory.work is None):
         yield "FLOPs of each module", again("--flops")
     if trace is not None and (directory is None or directory.ceilings is None):
