@@ -38,7 +38,7 @@ from tests.golden import check_text
 from tests.memory_captures import Training
 from tests.nsys_builder import NsysBuilder
 from tests.rank_builder import NCCL, simulate, write_kineto_run
-from tests.step_builder import ADD, NVJET, SGEMM, SUM
+from tests.step_builder import ADD, MUL, NVJET, SGEMM, SUM
 
 MS = 1_000_000
 GIB = 2**30
@@ -60,6 +60,7 @@ SINE_IN_FP64 = (
 )
 TF32 = SGEMM.replace("f32f32_f32f32", "f32f32_tf32f32")
 LAYER_NORM = "void at::native::vectorized_layer_norm_kernel<float, float, false>(int, T2, const T1 *)"
+SCATTER_GATHER = "void at::native::_scatter_gather_elementwise_kernel<128, 8, (anonymous namespace)::Func>(int, T3)"
 SCATTER = "void at::native::indexFuncLargeIndex<float, long>(T1)"
 ADAMW = {"name": "AdamW", "is_torchs": True, "parameter_bytes": 4 * 10**6, "state_bytes": 8 * 10**6}
 STEPS = 3
@@ -244,7 +245,10 @@ def blocks(module: str, *kernels: tuple[str, int]) -> Program:
 
 
 def works(*lines: tuple[str, str, int, int], **more: Any) -> dict[str, Any]:
-    """Return a counted step: which operators which lines of model.py called, under which path, on how many bytes."""
+    """Return a counted step: which operators which lines of model.py called, under which path, on how many bytes.
+
+    An empty path is that of what lies outside of the model.
+    """
     counts = {"dtype": "float32", "count": 4, "flops": 0, "function": "forward", "file": "/code/model.py"}
     return {
         "work": {
@@ -252,7 +256,7 @@ def works(*lines: tuple[str, str, int, int], **more: Any) -> dict[str, Any]:
             "lines": [
                 {
                     **counts,
-                    "path": ["forward", "model", *path.split("/")],
+                    "path": ["forward", "model", *path.split("/")] if path else [],
                     "operator": operator,
                     "line": at,
                     "bytes": size,
@@ -527,6 +531,8 @@ CHAINS = {
     "long loop": [(ADD, 100_000)] * 48,
     "norm": [(SUM, 100_000), *[(ADD, 100_000)] * 3, (SQRT, 9_000)],
 }
+ONE_HOT = [launch(kernel, MS) for kernel in (ADD, SCATTER_GATHER, MUL, SUM)]
+ONE_HOTS = works(("", "scatter", 116, 4 * GIB), ("", "mul", 178, 8 * GIB))
 NO_CHAINS = [(TANH, 100_000)], [(ADD, 3_000)] * 3, [(LAYER_NORM, 100_000)]
 DETERMINISTIC = {"deterministic_algorithms": True}
 FILLED = {**DETERMINISTIC, "fills_uninitialized_memory": True}
@@ -659,6 +665,8 @@ NEARLY: list[Case] = [
     # What is written one by one, and repeats nothing, is no loop.
     ("loop", blocks("act", *[(f"{ADD}_{kind}", 3_000) for kind in "abcdefgabijgba"]), {}),
     ("norm", blocks("act", (SUM, 100_000), *[(ADD, 100_000)] * 3), {}),
+    # What is scattered and summed up by nothing is no loss.
+    ("cross-entropy", equal_steps(FORWARD, *ONE_HOT[:3], launch(ADD, MS), wait), ONE_HOTS),
     ("norm", blocks("act", *[(ADD, 100_000)] * 3, (SQRT, 100_000)), {}),
     ("chain", SMALL_CHAIN, {"lines": [line(MS, "forward", "trainer.fit"), line(MS, "backward", "trainer.fit")]}),
 ]
@@ -715,6 +723,7 @@ NAMED: dict[str, Case] = {
         equal_steps(*[copy(50_000), wait, python(80_000)] * 40, FORWARD),
         {"lines": [replace(MOVED_PARTS, waits=40.0)]},
     ),
+    "a loss with a one-hot matrix": ("cross-entropy", equal_steps(FORWARD, *ONE_HOT, wait), ONE_HOTS),
     "a check of every module": (
         "waits",
         equal_steps(within("forward", *[item for _ in range(10) for item in (python(100_000), *WAITS)])),

@@ -45,7 +45,7 @@ _RUNS_PYTHON = ("python", "made-on-cpu", "loader", "garbage", "recompile")
 _OF_TRAINING = ("autocast", "batch")
 """Edits of what a program computes: their causes stand after all others, which they must not hide."""
 
-_OF_LOSSES = ("log_softmax", "softmax", "log", "exp", "logsumexp", "gather", "sub")
+_OF_LOSSES = ("log_softmax", "softmax", "log", "exp", "logsumexp", "gather", "sub", "one_hot", "scatter")
 _OPERATORS: dict[str, Callable[[OperatorLine], float]] = {
     **dict.fromkeys(("norm", "activation"), lambda line: line.bytes * (not line.flops)),
     **dict.fromkeys(("loop", "chain"), lambda line: line.count),
@@ -347,7 +347,7 @@ def _advise(evidence: Evidence, cause: Cause) -> Advice:
         code=cause.code,
         cause=cause.cause + cause.detail,
         detail=cause.detail,
-        line=cause.line or _find_source(evidence, cause),
+        line=_find_source(evidence, cause),
         module=cause.place,
         change=cause.change,
         edit=cause.edit,
@@ -361,9 +361,13 @@ def _advise(evidence: Evidence, cause: Cause) -> Advice:
 
 
 def _find_source(evidence: Evidence, cause: Cause) -> SourceLine | None:
-    """Return the line that calls the operators whose kernels show a cause, as a step whose work was counted has it."""
+    """Return the cause's own line, or that which calls the operators whose kernels show it, as a counted step has it.
+
+    Outside of modules the cause's own is only the one that prepares kernels for the longest time.
+    """
     calls = _OPERATORS.get(cause.code)
-    return None if calls is None else evidence.find_operator_line(cause.module, calls)
+    called = None if calls is None else evidence.find_operator_line(cause.module, calls)
+    return called or cause.line if cause.module is None else cause.line or called
 
 
 def _prove(evidence: Evidence, cause: Cause) -> str:

@@ -49,6 +49,9 @@ _FUSED_IN_FP32: By = {"least": 1.2, "expected": 1.8, "most": 2.5}
 """What fused attention takes of the time of its two products: in fp32 there is no flash kernel."""
 _FUSED_CHAIN: By = {"least": 0.8, "expected": 1.2, "most": 2.2}
 _FUSED_REDUCTION: By = {"least": 1.0, "expected": 2.2, "most": 4.0}
+_ONE_HOT_LOSS = "the loss is a product with a one-hot matrix", "F.cross_entropy of the targets' numbers"
+_OF_ONE_HOT: By = {"least": 0.02, "expected": 0.15, "most": 0.5}
+"""The share of a loss with a one-hot matrix that is left without it: backward still writes the gradient's matrix."""
 _FEW, _MANY, _VERY_MANY = 4, 12, 48
 """Small kernels of one module's call from which on they are a chain that one kernel could replace, and, if they repeat,
 a loop; so many are one whatever they take.
@@ -470,6 +473,8 @@ def _fuse_chain(evidence: Evidence, code: str, place: ChainPlace, runs: Sequence
 
     longest = _find_longest(runs)
     is_reducing = any(one.category == "reduction" for one in longest)
+    if code == "cross-entropy" and _is_one_hot(longest):
+        return fuse(code, choose, _size_of_one_hot)
     size = _size_of_loop if code == "loop" and _are_short(longest) else _size_of_fused(is_reducing=is_reducing)
     return fuse(code, choose, size, compiled=code == "chain")
 
@@ -501,13 +506,18 @@ def _kind_of_chain(run: Run, in_turn: int) -> tuple[str, str, str]:
             f"a loop of {'small ' * _are_short(run)}kernels",
             "one operation on the whole tensor, or torch.compile of this function",
         )
-    if run[0].phase == LOSS or ("exp" in names and "log" in names):
-        return "cross-entropy", "the loss is written out", "F.cross_entropy"
+    is_one_hot = reduces and _is_one_hot(run)
+    if is_one_hot or run[0].phase == LOSS or ("exp" in names and "log" in names):
+        return "cross-entropy", *(_ONE_HOT_LOSS if is_one_hot else ("the loss is written out", "F.cross_entropy"))
     if reduces and ("rsqrt" in names or "sqrt" in names or "pow" in names or "mean" in names):
         return "norm", "a norm is written out", "F.layer_norm or F.rms_norm"
     if "tanh" in names or "erf" in names or "sigmoid" in names or "pow" in names:
         return "activation", "an activation is written out", 'F.gelu(x, approximate="tanh"), or torch\'s own'
     return "chain", "a chain of elementwise kernels", "torch.compile of this module, or one operation of torch"
+
+
+def _is_one_hot(run: Run) -> bool:
+    return any("scatter_gather" in one.name for one in run)
 
 
 def _repeats(run: Run) -> bool:
@@ -532,6 +542,11 @@ def _size_of_fused(*, is_reducing: bool) -> Callable[[World, Sequence[int]], flo
         return min(factors[world] * shortest_ns, sum(durations))
 
     return size
+
+
+def _size_of_one_hot(world: World, durations: Sequence[int]) -> float:
+    """Return how long the loss of numbers takes in place of that with a matrix: it reads one value of each row."""
+    return _OF_ONE_HOT[world] * sum(durations)
 
 
 def _size_of_loop(world: World, durations: Sequence[int]) -> float:
