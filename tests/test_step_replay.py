@@ -333,6 +333,20 @@ def test_the_time_that_the_host_was_in_phases_tells_its_factor_where_the_gpu_set
     assert wrong == fit_host(step, CONSTANTS, host_ends, wanted, spread_ns=20_000)
 
 
+def test_a_host_that_a_full_queue_holds_up_is_not_taken_for_a_slow_one() -> None:
+    """It is in its phases for as long as the GPU takes, however fast it is; what it does beside them may be shorter."""
+    program = [Doing(20_000, 20_000, LAUNCH, durations_ns=(50_000,)) for _ in range(2 * QUEUE_DEPTH)]
+    step, gpu_ns = recorded(slowed(program, 2.0)), 50_000 * len(program)
+    phases = find_phases(step, {"forward": [(0, step.call_end_ns[-1])]})
+    on_host_ns = {"forward": round(1.08 * gpu_ns)}
+    steady_ns = {"forward": steady_step_ns(program, CONSTANTS)}
+    fit = fit_host(step, CONSTANTS, phases, steady_ns, spread_ns=gpu_ns // 200, on_host_ns=on_host_ns)
+    assert fit is not None
+    assert fit == fit_host(step, CONSTANTS, phases, steady_ns, spread_ns=gpu_ns // 200)
+    assert not fit.is_identified
+    assert fit.least <= 0.5 <= fit.most
+
+
 def test_a_gpu_with_work_left_of_earlier_steps_is_not_taken_for_a_fast_host() -> None:
     """A profiler's slow host leaves the GPU idle where, unprofiled, it still does the work of the step before."""
     program = [Doing(20_000, 5_000, LAUNCH, durations_ns=(5_000,)) for _ in range(100)]

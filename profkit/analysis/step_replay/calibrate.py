@@ -54,6 +54,9 @@ _HOST_SPREAD = 0.03
 _APART = 0.1
 """What the host's time says of its factor may lie so far from all factors that fit; then the nearest one stands."""
 
+_HELD = 0.1
+"""A host whose time in the phases hardly grows with its factor is held by a full queue, or waits: it says nothing."""
+
 _PYTHONS = 0.8
 """A phase is Python's if it takes this share of the host's time there."""
 
@@ -323,9 +326,14 @@ def fit_host(
     if on_host_ns is None or not on_host:
         return fit.as_usual()
     host_ns = sum(on_host_ns[name] for name in on_host)
-    found = _fit(
-        lambda factor: phases.host_ns(replayed(factor)[1], factor, on_host) - host_ns, round(_HOST_SPREAD * host_ns)
-    )
+
+    @cache
+    def on_host_with(factor: float) -> int:
+        return phases.host_ns(replayed(factor)[1], factor, on_host)
+
+    if on_host_with(fit.most) < on_host_with(fit.least) * (1 + _HELD * (fit.most / fit.least - 1)):
+        return fit.as_usual()
+    found = _fit(lambda factor: on_host_with(factor) - host_ns, round(_HOST_SPREAD * host_ns))
     if found is None or found.most < fit.least - _APART or found.least > fit.most + _APART:
         return fit.as_usual()
     least, most = min(max(fit.least, found.least), fit.most), max(min(fit.most, found.most), fit.least)
