@@ -336,6 +336,26 @@ def convolutions(conversion: str, zero: str, *before: Action) -> Program:
     return equal_steps(*before, module, within("optimizer", launch(zero, 200_000)), wait)
 
 
+EFFICIENT_IN_FP32 = "fmha_cutlassF_f32_aligned_64x64_rf_sm80(PyTorchMemEffAttention::AttentionKernel<>::Params)"
+BF16_BY_ANOTHER_NAME = (
+    "void cutlass::Kernel2<cutlass_75_tensorop_bf16_s1688gemm_bf16_128x128_tn_align8>"
+    "(cutlass_75_tensorop_bf16_s1688gemm_bf16_128x128_tn_align8::Params)"
+)
+LSTM_CELL = "void at::native::_GLOBAL__N__1c2f::kernel::lstm_cell_forward<float, float, int, 1>(float, float)"
+
+
+def autocasts(*attention: tuple[str, int], product: str = TF32) -> tuple[Program, dict[str, Any]]:
+    """Return steps of four blocks under autocast, whose attention is this and two products, and its mlp is another."""
+    parts: list[Action] = []
+    for block in range(4):
+        inside = f"forward/model/h.{block}/h.{block}.attn"
+        parts.append(within(f"{inside}/h.{block}.attn.qkv", launch(product, 100_000)))
+        parts.append(within(inside, *(launch(*kernel) for kernel in attention)))
+        parts.append(within(f"{inside}/h.{block}.attn.proj", launch(product, 50_000)))
+        parts.append(within(f"forward/model/h.{block}/h.{block}.mlp", launch(NVJET, 300_000)))
+    return equal_steps(*parts, wait), {"conditions": {"autocast_dtypes": ["bfloat16"]}}
+
+
 LAYOUT = (
     "void at::native::elementwise_kernel<128, 4, at::native::gpu_kernel_impl_nocast<"
     "at::native::direct_copy_kernel_cuda(at::TensorIteratorBase&)>>"
@@ -602,6 +622,11 @@ NEARLY: list[Case] = [
     # One call for many parameters launches fewer kernels for its counters, and groups by layer are fewer.
     ("optimizer", optimizer_calls(400, 140), with_groups(0, 0, 0)),
     ("optimizer", optimizer_calls(60, 60), with_groups(0, 0, 0)),
+    # What torch writes out computes in fp32 inside, and so do recurrent layers on purpose; these are small, or in bf16.
+    ("autocast", *autocasts((TF32, 100_000), (SOFTMAX, 50_000), (TF32, 100_000), product=NVJET)),
+    ("autocast", *autocasts((TF32, 100_000), (LSTM_CELL, 50_000), product=NVJET)),
+    ("autocast", *autocasts((FLASH, 100_000), product=BF16_BY_ANOTHER_NAME)),
+    ("autocast", *autocasts((NVJET, 100_000), (TF32, 10_000), product=NVJET)),
     ("tf32", products(NVJET), {}),
     ("float64", products(SGEMM), {}),
     # Not every sort is a permutation's.
@@ -753,6 +778,8 @@ NAMED: dict[str, Case] = {
     "sines in fp64": ("float64", blocks("encoding", *[(SINE_IN_FP64, 300_000)] * 3), {}),
     # It comes after the other Tries, whatever it saves.
     "products in TF32": ("autocast", equal_steps(python(2 * MS), IN_TF32, wait), {"lines": [PACK]}),
+    "attention that is left out of autocast": ("autocast", *autocasts((EFFICIENT_IN_FP32, 400_000))),
+    "products that are left out of autocast": ("autocast", *autocasts((FLASH, 50_000))),
     "products of odd sizes": ("sizes", products(MISALIGNED), {}),
     **{f"padded products {said}": ("sizes", *counted_products(*how)) for said, how in PADDED.items()},
     "attention that is written out": ("attention", blocks("attn", *WRITTEN_OUT), {}),

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 
-from profkit.analysis.step_replay import COPY, HOST, LAUNCH, WAIT, StepColumns
+from profkit.analysis.step_replay import COPY, HOST, LAUNCH, WAIT, StepColumns, kernel_edits
 from profkit.analysis.step_replay.edits import (
     Setting,
     World,
@@ -205,6 +205,15 @@ def enlarge_batch(factor: int, *, fewer_passes: bool) -> StepChange:
         )
 
     return StepChange(f"batch:×{factor}", apply, "how fast kernels are on a larger batch")
+
+
+def compute_in_bf16(name: str, choose: Choose) -> StepChange:
+    """Return the change after which what some calls launch computes in bf16."""
+
+    def apply(columns: StepColumns, setting: Setting) -> StepColumns:
+        return kernel_edits.compute_in_bf16(columns, setting, choose(setting.step))
+
+    return StepChange(name, apply, "how fast kernels are in bf16")
 
 
 def merge_groups(name: str, left: By, moved_bytes: int | None) -> StepChange:

@@ -8,7 +8,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise, takewhile
 from statistics import median
 
-from profkit.analysis.causes.changes import NOTHING, By, Choose, fuse, remove_operations, scale_operations
+from profkit.analysis.causes.changes import (
+    NOTHING,
+    By,
+    Choose,
+    compute_in_bf16,
+    fuse,
+    remove_operations,
+    scale_operations,
+)
 from profkit.analysis.causes.evidence import (
     WORTH_COMPILING,
     Cause,
@@ -25,7 +33,7 @@ from profkit.analysis.step_replay.kernel_edits import is_convolution, is_recurre
 from profkit.analysis.step_replay.limits import OUTSIDE, Limit
 from profkit.analysis.step_replay.predict import StepChange
 from profkit.analysis.step_replay.steps import ReplayedStep
-from profkit.analysis.summary import SMALL, WORTH
+from profkit.analysis.summary import PRODUCTS, SMALL, WORTH
 from profkit.names import BACKWARD, LOSS, OPTIMIZER
 
 _ALIGNED: By = {"least": 0.15, "expected": 0.45, "most": 0.8}
@@ -42,6 +50,10 @@ _CONVERTS = re.compile(r"nchwToNhwc|nhwcToNchw", re.IGNORECASE)
 _CHANGES_LAYOUT = re.compile(r"(?<![a-z]_)elementwise_kernel<.*nocast<at::native::direct_copy_kernel")
 """ATen's copy of a tensor whose elements lie in another order, in its own type."""
 _IN_FP64 = re.compile(r"lambda\(double\)|(?:Functor|func_wrapper_t)<double|<double, double|dgemm_|d884gemm|f64f64")
+_FP32_ATTENTION = re.compile(r"fmha_cutlass[FB]_f32_")
+_CELL = re.compile(r"(?:lstm|gru)_cell")
+"""torch's kernel of a cell's elementwise operations."""
+_NEARLY_ALL = 0.9
 _IN_FP32: By = {"least": 0.1, "expected": 0.5, "most": 0.8}
 """What kernels in fp64 take in fp32: half the bytes move, and arithmetic is from 2 to 64 times as fast."""
 _FUSED_IN_HALF: By = {"least": 0.5, "expected": 0.9, "most": 1.5}
@@ -120,6 +132,66 @@ def _tf32_products(evidence: Evidence) -> Iterator[Cause]:
         costs="precision: products and activations keep 7 bits of mantissa",
         evidence={"product_ns": time_ns, "products": len(products)},
     )
+
+
+def _left_out_of_autocast(evidence: Evidence) -> Iterator[Cause]:
+    """Modules whose products or attention run in fp32 or TF32, where most of the others' run in 16 bits.
+
+    Autocast keeps no product in fp32 itself. Attention that torch writes out computes in fp32 inside, and how recurrent
+    layers train in 16 bits is a question of its own.
+    """
+    dtypes = evidence.condition("autocast_dtypes")
+    products = [one for one in evidence.kernels if one.category in PRODUCTS and one.phase != OPTIMIZER]
+    modules = _find_modules_in_fp32(evidence, products)
+    chosen, others = [one for one in products if one.module in modules], Counter[bool]()
+    for one in products:
+        others[_is_in_fp32(one)] += one.duration_ns * (one.module not in modules)
+    time_ns = sum(one.duration_ns for one in chosen)
+    is_rare = others[False] < max(others[True], _HARDLY_ANY * time_ns)
+    if not modules or is_rare or (dtypes is not None and not dtypes):
+        return
+    outer = [module for module in modules if not any(_is_part(module, other) for other in modules)]
+    cost = Counter[str]()
+    for one in chosen:
+        (module,) = (module for module in outer if one.module == module or _is_part(one.module, module))
+        cost[module] += one.duration_ns
+    first, *further = sorted(outer, key=lambda module: -cost[module])
+    attention = sum(one.category == "attention" for one in chosen)
+
+    def choose(step: ReplayedStep) -> set[int]:
+        return {one.call for one in evidence.operations(step) if one.module in modules and one.phase != OPTIMIZER}
+
+    yield Cause(
+        code="autocast",
+        cause=f"{'attention runs' if attention else 'matrix products run'} in fp32, and most others in 16 bits",
+        detail=f": {len(chosen) - attention} products" + f" and {attention} kernels of attention" * bool(attention),
+        module=first,
+        further_modules=further,
+        change="leave it to autocast: no torch.autocast(…, enabled=False) and no .float() around it",
+        changes=[compute_in_bf16("autocast", choose)],
+        costs="precision: products and activations keep 7 bits of mantissa",
+        evidence={"product_ns": time_ns, "products": len(chosen)},
+    )
+
+
+def _find_modules_in_fp32(evidence: Evidence, products: Sequence[Operation]) -> set[str]:
+    """Return the modules nearly all of whose own products run in fp32, if they are no small part of all of those."""
+    skipped = _attention_modules(evidence) | {one.module for one in evidence.kernels if _is_of_recurrent(one)}
+    times, in_fp32 = Counter[str](), Counter[str]()
+    for one in products:
+        if one.module is not None and one.module not in skipped:
+            times[one.module] += one.duration_ns
+            in_fp32[one.module] += one.duration_ns * _is_in_fp32(one)
+    least_ns = _HARDLY_ANY * in_fp32.total()
+    return {module for module in times if in_fp32[module] > max(_NEARLY_ALL * times[module], least_ns)}
+
+
+def _is_in_fp32(operation: Operation) -> bool:
+    return product_dtype(operation.name) is not None or _FP32_ATTENTION.search(operation.name) is not None
+
+
+def _is_of_recurrent(operation: Operation) -> bool:
+    return is_recurrent(operation.name) or _CELL.search(operation.name) is not None
 
 
 def _double_precision(evidence: Evidence) -> Iterator[Cause]:
@@ -565,6 +637,7 @@ def _busiest(operations: Sequence[Operation]) -> str | None:
 KERNELS = (
     _fp32_products,
     _tf32_products,
+    _left_out_of_autocast,
     _double_precision,
     _permutations,
     _misaligned_products,

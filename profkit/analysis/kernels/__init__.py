@@ -48,6 +48,7 @@ class Category:
 
 OTHER = Category("other", "no rule")
 
+_IN_16_BITS = re.compile(r"(?<![a-z])b?f16_s1688|bfloat16|__half")
 _CASELESS = "(?i)"
 _GAP = "\0"
 _NOT_PLAIN = re.compile(r"\\.|\[[^]]*\]")
@@ -127,9 +128,12 @@ def _lower(pattern: str) -> str:
 
 
 def product_dtype(name: str) -> str | None:
-    """Return fp32 (without tensor cores) or tf32 for a matrix product whose kernel's name says so, else None."""
+    """Return fp32 (without tensor cores) or tf32 for a matrix product whose kernel's name says so, else None.
+
+    Kernels whose factors have 16 bits may have the names of either, too: ``bf16_s1688gemm_bf16``.
+    """
     lowered = name.lower()
-    if categorize(name).name != "gemm":
+    if categorize(name).name != "gemm" or _IN_16_BITS.search(lowered):
         return None
     if "tf32" in lowered or "s1688gemm" in lowered:
         return "tf32"

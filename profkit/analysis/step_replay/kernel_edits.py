@@ -236,13 +236,23 @@ def use_tf32(columns: StepColumns, setting: Setting) -> StepColumns:
 def use_bf16(columns: StepColumns, setting: Setting) -> StepColumns:
     """Products and what surrounds them run in bf16, which takes casts; the optimizer stays as it is."""
     inside = set(setting.calls_in(setting.training_phases - {OPTIMIZER}))
+    products = find_rows(columns, setting, _is_known_product)
+    if all(columns.launcher[row] not in inside for row in products):
+        raise CannotPredictError("by its kernels' names no product runs in fp32 or TF32")
+    return compute_in_bf16(columns, setting, inside)
+
+
+def _is_known_product(name: str, category: str) -> bool:
+    return category == "gemm" and product_dtype(name) is not None
+
+
+def compute_in_bf16(columns: StepColumns, setting: Setting, inside: Collection[int]) -> StepColumns:
+    """Return the step in which what some calls launch computes in bf16, and the Python before them casts, too."""
 
     def rows_where(holds: Callable[[str, str], bool]) -> list[int]:
         return [row for row in find_rows(columns, setting, holds) if columns.launcher[row] in inside]
 
-    products = rows_where(lambda name, category: category == "gemm" and product_dtype(name) is not None)
-    if not products:
-        raise CannotPredictError("by its kernels' names no product runs in fp32 or TF32")
+    products = rows_where(_is_known_product)
     simple = {row for row in products if product_dtype(setting.name(columns, row)) == "fp32"}
     large = [row for row in simple if columns.duration_ns[row] > _LARGE_NS]
     attention = rows_where(lambda _, category: category == "attention")
