@@ -234,6 +234,26 @@ def test_a_loader_without_workers_waits_less_with_some_where_there_are_cpus(
         assert expected_ms(result) == pytest.approx(after_ms, rel=0.06)
 
 
+@pytest.mark.parametrize(("line_ms", "after_ms"), [(90, 70.6), (20, None)])
+def test_a_line_of_the_dataset_is_the_cause_where_no_cpu_is_free_for_more_workers(
+    tmp_path: Path, line_ms: int, after_ms: float | None
+) -> None:
+    """Two workers take 120 ms each for a batch, of the program's 60 ms."""
+    parse = line(12, line_ms, thread="worker", called="json.loads", function="__getitem__")
+    result = advise(
+        tmp_path,
+        parse,
+        phases={"data": 30, "forward": 30, "backward": 40},
+        conditions={"cpu_count": 2},
+        loader={"batches": 50, "batch_ns": 120 * MS, "batch_cpu_ns": 120 * MS},
+        processes=[{"pid": 7, "loading": {"workers": 2, "batches_per_step": 1.0}}],
+    )
+    assert codes(result) == (["loader"] if after_ms else [])
+    if after_ms:
+        assert result.tries[0].change == "do json.loads once, or beforehand, not for every sample"
+        assert expected_ms(result) == pytest.approx(after_ms, rel=0.02)
+
+
 def test_anomaly_detection_costs_its_checks_and_a_stack_for_each_operation(tmp_path: Path) -> None:
     of_backward = [(f"{NODE}MulBackward0", 100.0)] * 4 + [(f"{NODE}torch::autograd::AccumulateGrad", 100.0)] * 4
     of_backward += [("aten::mm", 9_200.0), ("aten::ne", 6_000.0), ("aten::any", 4_000.0)]

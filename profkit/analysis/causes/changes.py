@@ -38,7 +38,7 @@ NOTHING: By = {"least": 0, "expected": 0, "most": 0}
 Choose = Callable[[ReplayedStep], Collection[int]]
 """Chooses operations or calls of a recorded step."""
 
-_OF_SAMPLED: By = {"least": 0.7, "expected": 1.0, "most": 1.6}
+OF_SAMPLED: By = {"least": 0.7, "expected": 1.0, "most": 1.6}
 """What is left of a batch without a sampled line, of what its samples say."""
 _LAUNCH_NS: By = {"least": 2_500, "expected": 4_000, "most": 7_000}
 _LATENCY_NS: By = {"least": 2_000, "expected": 4_000, "most": 7_000}
@@ -269,7 +269,7 @@ def batches_every(time_ns: int) -> StepChange:
     """Return the change after which a loader's batches come every so often."""
 
     def apply(columns: StepColumns, setting: Setting) -> StepColumns:
-        return have_batches_come(columns, setting, round(time_ns * _OF_SAMPLED[setting.world]))
+        return have_batches_come(columns, setting, round(time_ns * OF_SAMPLED[setting.world]))
 
     return StepChange("batches", apply, "how much of a batch's time the line takes, by samples", of_loader=True)
 

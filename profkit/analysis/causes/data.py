@@ -55,7 +55,7 @@ def _loader(evidence: Evidence) -> Iterator[Cause]:
         yield from behind
         return
     in_time_ns = evidence.expect_after([batches_every(0)]) or pace_ns
-    cheaper = _cheapen_batches(evidence, waited_ns, in_time_ns)
+    cheaper = cheapen_batches(evidence, waited_ns, in_time_ns)
     workers = choose_workers(evidence, waited_ns, pace_ns)
     if cheaper is not None and waited_ns >= _LEAST_SHARE * evidence.now_ns:
         cause, every_ns = cheaper
@@ -88,7 +88,7 @@ def _falling_behind(evidence: Evidence, waited_ns: int) -> Iterator[Cause]:
     if is_waited_for or every_ns <= _TOO_SLOW * evidence.now_ns:
         return
     workers = min(math.ceil(_SPARE * facts.batch_ns / max(evidence.now_ns, 1)), facts.room or _MANY_WORKERS)
-    cheaper = _cheapen_batches(evidence, 0, evidence.now_ns)
+    cheaper = cheapen_batches(evidence, 0, evidence.now_ns)
     if cheaper is not None:
         cause, left_ns = cheaper
     elif workers > facts.workers:
@@ -104,7 +104,7 @@ def _falling_behind(evidence: Evidence, waited_ns: int) -> Iterator[Cause]:
     )
 
 
-def _cheapen_batches(evidence: Evidence, waited_ns: int, pace_ns: int) -> tuple[Cause, int] | None:
+def cheapen_batches(evidence: Evidence, waited_ns: int, pace_ns: int) -> tuple[Cause, int] | None:
     """Return that a line of the dataset makes batches slow, and how often they come without it.
 
     None where the CPUs have room for enough workers, or no line is a good part of a batch.

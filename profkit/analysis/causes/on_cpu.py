@@ -12,8 +12,10 @@ from dataclasses import replace
 
 import numpy as np
 
+from profkit.analysis.causes.changes import OF_SAMPLED
 from profkit.analysis.causes.data import (
     are_workers_restarted,
+    cheapen_batches,
     choose_workers,
     describe_loader,
     describe_padding,
@@ -99,7 +101,14 @@ def _loader(evidence: Evidence, step: CpuStep) -> Iterator[Cause]:
         yield _answered(describe_restarts(evidence), step, saved)
         return
     yield from restarts_elsewhere(evidence)
-    workers = choose_workers(evidence, waited_ns, step.now_ns - waited_ns)
+    pace_ns = step.now_ns - waited_ns
+    cheaper = cheapen_batches(evidence, waited_ns, pace_ns) if waited_ns >= _LEAST_SHARE * step.now_ns else None
+    if cheaper is not None:
+        cause, every_ns = cheaper
+        left = {world: max(pace_ns + FETCH_NS[world], round(every_ns * OF_SAMPLED[world])) for world in WORLDS}
+        yield _answered(cause, step, {world: step.now_ns - time_ns for world, time_ns in left.items()})
+        return
+    workers = choose_workers(evidence, waited_ns, pace_ns)
     if workers is None:
         return
     saved = {}
