@@ -160,7 +160,8 @@ class Capture:
         """
         from profkit.analysis.time_account.step_times import summarize_step_times
 
-        return summarize_step_times(self._run.manifest)
+        manifest = self._run.manifest
+        return summarize_step_times(manifest if self._rank is None else manifest.of_rank(self._rank))
 
     def ranks(self) -> RanksResult:
         """Return which rank the others wait for, and what communication costs."""

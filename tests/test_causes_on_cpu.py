@@ -9,13 +9,18 @@ from typing import Any
 
 import pytest
 
+import profkit
 from profkit.analysis.causes.advice import AdviceResult, find_advice
+from profkit.analysis.lines import find_lines
 from profkit.analysis.step_replay.limits import OUTSIDE
 from profkit.analysis.summarize import summarize_capture
 from profkit.reading import open_capture
-from profkit.report.commands.answer import describe_answer
+from profkit.report.commands.answer import describe_answer, draw_tree
+from profkit.run.directory import LINES, Run, name_of_rank
 from profkit.run.lines import LineSteps, LineTime, split_lines, write_lines
+from tests.in_process import run_command
 from tests.kineto_builder import row, written
+from tests.rank_builder import write_two_hosts
 
 MS = 1_000_000
 NODE = "autograd::engine::evaluate_function: "
@@ -108,6 +113,62 @@ def test_an_evaluation_in_few_steps_is_no_part_of_the_step_that_is_shown(tmp_pat
     parts = {next(iter(part.phases)): part.time_ns / MS for part in summary.tree.parts}
     assert (summary.tree.step_ns, parts) == (100 * MS, {"backward": 40, "forward": 30, OUTSIDE: 20, "optimizer": 10})
     assert describe_answer(summary, find_advice(opened, summary)).startswith("A step takes 100.0 ms: 40.00 ms of it in")
+
+
+def _write_two_ranks(folder: Path) -> Path:
+    """Write a run of two ranks, of which rank 0 waits in backward for rank 1, which sleeps: steps of 100 ms."""
+
+    def events_of(step: int, _: int) -> list[dict[str, Any]]:
+        start = 1_000 + 110_000 * step
+        return [
+            row("user_annotation", f"step {step}", start, 100_000),
+            row("user_annotation", "backward", start, 40_000),
+            row("cpu_op", "aten::mm", start, 30_000),
+        ]
+
+    write_two_hosts(folder, 3, events_of)
+    processes = []
+    for rank, backward_ms in enumerate((60, 40)):
+        step = {"backward_ns": backward_ms * MS, "step_ns": (100 - rank) * MS}
+        processes.append(
+            {"process": f"rank{rank}", "pid": 7, "rank": rank, "attached": [step] * 11, "profiled": [step] * 3}
+        )
+        looked = (({**step, "backward_ns": 50 * MS}),) * 5
+        lines = split_lines(LineSteps(looked), [line(9, 50, "backward", "loss.backward", samples=99)])
+        write_lines(folder / name_of_rank(LINES, rank), lines)
+    first: dict[str, Any] = processes[0]
+    manifest = {"status": "complete", "device": "cpu", "processes": processes}
+    times = {part: {"steps": first[part]} for part in ("attached", "profiled")}
+    (folder / "manifest.json").write_text(json.dumps(manifest | times))
+    return folder
+
+
+def test_each_rank_is_shown_with_the_steps_that_it_timed(tmp_path: Path) -> None:
+    run = _write_two_ranks(tmp_path)
+    for rank, (backward, step, lines) in enumerate((("60.00", "100.0", 60), ("40.00", "99.00", 40))):
+        said = run_command("kernels", run, "--rank", str(rank)).stdout
+        times = {
+            words[0]: words[1] for text in said.splitlines() if (words := text.split()) and words[-1].startswith("+")
+        }
+        assert (times["backward"], times["step"]) == (backward, step)
+        found = find_lines(Run(run), rank)
+        assert (found.step_ns, [line.time_ns for line in found.lines]) == ((100 - rank) * MS, [lines * MS])
+        asked = profkit.open(run, rank=rank).step_times()
+        assert asked is not None
+        assert [times.clean_ns for times in asked.phases] == [lines * MS, (100 - rank) * MS]
+    manifest = Run(run).manifest
+    assert manifest.first_rank == 0
+    assert manifest.of_rank(2).unprofiled is None
+
+
+def test_the_step_of_ranks_on_the_cpu_is_said_to_be_the_first_ones_and_why_nothing_is_predicted(tmp_path: Path) -> None:
+    opened = open_capture(_write_two_ranks(tmp_path))
+    summary = summarize_capture(opened)
+    assert summary.tree is not None
+    assert (summary.tree.step_ns, summary.tree.rank) == (100 * MS, 0)
+    assert next(draw_tree(summary.tree)) == "on rank 0, whose steps these are:"
+    nothing = find_advice(opened, summary).nothing
+    assert nothing == "Nothing is predicted: 2 ranks compute on the CPU, and each of them waits for the others."
 
 
 NOTHING = "Nothing found that surely saves more than 2 %: the step is 40 % backward and 30 % forward and "

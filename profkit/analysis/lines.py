@@ -180,7 +180,7 @@ def _spread_of(rare: int, steps: int) -> float:
 
 
 def find_lines(run: Run, rank: int = 0) -> LinesResult:
-    """Return the lines of a run, scaled phase by phase to its unprofiled steps.
+    """Return the lines of one rank of a run, scaled phase by phase to that rank's unprofiled steps.
 
     Raises:
         RunError: they were not recorded, or their file cannot be read.
@@ -193,7 +193,8 @@ def find_lines(run: Run, rank: int = 0) -> LinesResult:
             "of a script that makes steps after the recorded ones"
         )
     looked, unprofiled = (
-        _times_of(samples) for samples in (Samples(found.steps.steps), settle_waits(run.manifest) or Samples())
+        _times_of(samples)
+        for samples in (Samples(found.steps.steps), settle_waits(run.manifest.of_rank(rank)) or Samples())
     )
     usual = leave_out_rare_steps(found)
     scale = _fit_step(_scales(looked, unprofiled), usual.lines, unprofiled)

@@ -95,7 +95,12 @@ class OpenedTrace:
         from profkit.analysis.time_account.account import open_account
         from profkit.analysis.time_account.step_times import summarize_step_times
 
-        timed = None if self.run is None else summarize_step_times(self.run.manifest)
+        timed = None
+        if self.run is not None:
+            whole = self.run.manifest
+            # Steps that ran in a process of their own were timed on the first rank alone; ranks make them together.
+            own = None if self.rank is None else summarize_step_times(whole.of_rank(self.rank))
+            timed = own or summarize_step_times(whole)
         return open_account(self.attribution, self.ranks, timed)
 
     @cached_property

@@ -96,6 +96,8 @@ def summarize_capture(capture: OpenedCapture) -> Summary:
     if capture.trace is None or summary.step_ns is None or len(summary.steps) != 1 or summary.has_failed:
         return summary
     tree = divide_step(capture.trace.account, summary.limits, summary.lines, summary.step_ns)
+    if tree is not None and tree.basis == "phases" and summary.head.rank_count > 1:
+        tree = replace(tree, rank=manifest.first_rank)
     return replace(summary, tree=tree)
 
 

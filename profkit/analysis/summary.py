@@ -53,11 +53,15 @@ class StepPart:
 
 @dataclass(frozen=True)
 class StepTree:
-    """The parts of a step, the longest first; they sum up to ``step_ns``. ``basis`` is where they come from."""
+    """The parts of a step, the longest first; they sum up to ``step_ns``. ``basis`` is where they come from.
+
+    ``rank`` is whose step it is, of several that were recorded; None if it is that of all of them.
+    """
 
     step_ns: int
     basis: Basis
     parts: tuple[StepPart, ...]
+    rank: int | None = None
 
     def share(self, time_ns: float) -> float:
         return time_ns / self.step_ns if self.step_ns else 0.0

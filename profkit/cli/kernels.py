@@ -104,7 +104,9 @@ def kernels(
     if is_shown and opened.run is not None and trace.is_dir():
         from profkit.report.commands.steps import clean_times_parts
 
-        document = replace(document, parts=[*document.parts, *clean_times_parts(opened.run.manifest)])
+        manifest = opened.run.manifest
+        times = clean_times_parts(manifest if rank is None else manifest.of_rank(rank))
+        document = replace(document, parts=[*document.parts, *times])
     if plot is not None:
         from profkit.report.plots import plot_kernels
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -390,6 +390,38 @@ class Manifest:
         """Return the steps that ran without a profiler, None where none was timed."""
         samples = self.clean or self.attached
         return samples if samples is not None and samples.steps else None
+
+    @property
+    def first_rank(self) -> int | None:
+        """Return the rank whose steps and conditions stand for the run; None of a process that is none of several."""
+        return None if self._first is None else self._first.rank
+
+    @property
+    def _first(self) -> Process | None:
+        return min(self.processes, key=lambda process: not process.is_recorded, default=None)
+
+    def of_rank(self, rank: int) -> Manifest:
+        """Return it as that of one rank alone: with the process, the steps and the conditions that are its own.
+
+        A process that is none of several ranks is any rank's. The steps of a process of their own are the first rank's.
+        """
+        if all(process.rank is None for process in self.processes):
+            return self
+        own = tuple(process for process in self.processes if process.rank == rank)
+        if not own:
+            return replace(self, clean=None, attached=None, profiled=None, processes=())
+        attached, profiled = (
+            Samples(steps, own[0].during.get(part, {})) if steps else None
+            for part, steps in (("attached", own[0].attached), ("profiled", own[0].profiled))
+        )
+        return replace(
+            self,
+            clean=self.clean if own[0] is self._first else None,
+            attached=attached,
+            profiled=profiled,
+            conditions=own[0].conditions,
+            processes=own,
+        )
 
     @property
     def uncounted(self) -> str | None:

@@ -385,10 +385,10 @@ def _say_nothing(evidence: Evidence) -> str:
     if limits is None:
         if evidence.summary.memory is not None and not evidence.summary.has_trace:
             return "Nothing found that would save more than 2 % of the peak."
-        what = _name_missing(evidence)
-        if what is None:
+        why = _why_unpredicted(evidence)
+        if why is None:
             return f"Nothing found that surely saves more than 2 %: the step is {_name_phases(evidence.summary)}."
-        return f"Nothing is predicted: no {what} was recorded."
+        return f"Nothing is predicted: {why}."
     if limits.refusal is not None and evidence.replay is not None:
         return "Nothing found that surely saves more than 2 %."
     if limits.refusal is not None:
@@ -399,16 +399,21 @@ def _say_nothing(evidence: Evidence) -> str:
     return f"Nothing found that surely saves more than {WORTH:.0%}: the step is {parts}.".replace("2%", "2 %")
 
 
-def _name_missing(evidence: Evidence) -> str | None:
-    """Return what a prediction needs that was not recorded, None if nothing is missing of a step on the CPU."""
+def _why_unpredicted(evidence: Evidence) -> str | None:
+    """Return what a prediction needs that is not there, None if nothing is missing of a step on the CPU."""
     trace = evidence.trace
     if trace is None:
-        return "trace"
+        return "no trace was recorded"
     if trace.trace.measure != "cpu-operator":
-        return "work of a GPU"
+        return "no work of a GPU was recorded"
+    timed, ranks = trace.account.timed, len(trace.ranks.members)
+    if timed is None:
+        return "no unprofiled step was recorded"
+    if len(timed.contexts) > 1:
+        return "steps over several context lengths have no step in common"
     if evidence.cpu_step is None:
-        return "unprofiled step"
-    return "line of source" if evidence.facts.lines is None else None
+        return f"{ranks} ranks compute on the CPU, and each of them waits for the others"
+    return "no line of source was recorded" if evidence.facts.lines is None else None
 
 
 def _name_phases(summary: Summary) -> str:

@@ -226,6 +226,7 @@ def _describe_pace(summary: Summary, tree: StepTree, *, is_brief: bool) -> str:
     time = format_ns(part.time_ns)
     if tree.basis == "phases" and part.kind != "data":
         where = f"in {name_part(tree, part)}" if part.kind == "phase" else name_part(tree, part)
+        where += "" if tree.rank is None else f" on rank {tree.rank}"
         return f"{time} of it {where}" + (f", most at {name_line(part.line)}" if part.line else "")
     pace = _PACES.get(part.kind, "")
     if not is_brief and part.kind == Limit.PREPARING:
@@ -242,8 +243,11 @@ def _describe_pace(summary: Summary, tree: StepTree, *, is_brief: bool) -> str:
 def draw_tree(tree: StepTree, least_share: float = 0.0) -> Iterator[str]:
     """Yield a line for each part of the step: what it is, how long, which share; then its line, or its phases.
 
-    Parts below ``least_share`` of the step stand in the rest; the longest part always has its own line.
+    Parts below ``least_share`` of the step stand in the rest; the longest part always has its own line. Above them
+    stands whose step it is, where it is that of one rank of several.
     """
+    if tree.rank is not None:
+        yield f"on rank {tree.rank}, whose steps these are:"
     large = sum(part.kind != "rest" and tree.share(part.time_ns) >= least_share for part in tree.parts)
     parts, small = tree.parts[: large or 1], tree.parts[large or 1 :]
     if small:
