@@ -34,6 +34,8 @@ _TOO_SLOW = 1.1
 _LEAST_PADDING = 0.1
 _SPARE = 2.0
 """By how much workers that keep up are faster than the step: batches come unevenly, so that at 1.5 it waits."""
+_NEARLY = 2.0
+"""More workers are the simpler change, as long as the step takes no more than so many times its pace with them."""
 _SEVERAL = 1.5
 """A worker that keeps so many CPUs busy computes with several threads."""
 
@@ -112,9 +114,10 @@ def cheapen_batches(evidence: Evidence, waited_ns: int, pace_ns: int) -> tuple[C
     facts = evidence.facts
     if not facts.workers or facts.batch_ns is None:
         return None
+    room = facts.room or _MANY_WORKERS
+    longest_ns = pace_ns * facts.batches_at_once(room, "expected") * (_NEARLY if room > facts.workers else 1)
     line = _costliest_below_loop(evidence, [line for line in evidence.lines if line.thread == "worker" and line.file])
-    most = facts.batches_at_once(facts.room or _MANY_WORKERS, "expected")
-    if line is None or line.time_ns < _OF_DATASET * facts.batch_ns or facts.batch_ns <= pace_ns * most:
+    if line is None or line.time_ns < _OF_DATASET * facts.batch_ns or facts.batch_ns <= longest_ns:
         return None
     cause = describe_loader(evidence, waited_ns, facts.workers)
     doing = f"{line.called} " if line.called else "it "
