@@ -356,6 +356,15 @@ def autocasts(*attention: tuple[str, int], product: str = TF32) -> tuple[Program
     return equal_steps(*parts, wait), {"conditions": {"autocast_dtypes": ["bfloat16"]}}
 
 
+def loop_of_cells(time_steps: int, *between: Action, cell: str = LSTM_CELL) -> Program:
+    """Return steps of a loop over time in which two layers' cells follow one another, and of backward through it."""
+    products, sums = launch(TF32, 9_000, 2), launch(ADD, 3_000, 2)
+    layers = [f"model/rnn/rnn.cells.{layer}" for layer in range(2)]
+    forward = [within(f"forward/{layer}", products, launch(cell, 4_000)) for layer in layers]
+    backward = [within(f"backward/{layer}", launch(cell, 4_000), products, products, sums) for layer in layers[::-1]]
+    return equal_steps(*[*forward, *between] * time_steps, *backward * time_steps, launch(NVJET, MS), wait)
+
+
 LAYOUT = (
     "void at::native::elementwise_kernel<128, 4, at::native::gpu_kernel_impl_nocast<"
     "at::native::direct_copy_kernel_cuda(at::TensorIteratorBase&)>>"
@@ -685,6 +694,11 @@ NEARLY: list[Case] = [
     *((code, blocks("act", *kernels), {}) for code in (*CHAINS, "chain") for kernels in NO_CHAINS),
     # cuDNN's recurrent layers are one operation already.
     ("loop", blocks("act", *[("elemWiseRNNcell", 3_000)] * 12), {}),
+    # Few time steps, more between them than cells, a value that is read, and a module that is called as often.
+    ("loop", loop_of_cells(12), {}),
+    ("loop", loop_of_cells(70, within("forward/model/attn", launch(NVJET, 9_000, 4))), {}),
+    ("loop", loop_of_cells(70, wait), {}),
+    ("loop", loop_of_cells(70, cell=SOFTMAX), {}),
     # A loop has at least twelve kernels, and a norm both sums and takes a root.
     ("loop", blocks("act", *[(ADD, 3_000)] * 11), {}),
     # What is written one by one, and repeats nothing, is no loop.
@@ -794,6 +808,7 @@ NAMED: dict[str, Case] = {
         equal_steps(within("forward", python(MS), launch(NVJET, 100_000), *[python(30_000), launch(ADD, 3_000)] * 60)),
         {"lines": [line(MS, "forward", "sum"), line(3 * MS // 2, "forward", "x.pow", function="main.<genexpr>")]},
     ),
+    "a loop of cells": ("loop", loop_of_cells(70), {}),
     "a chain outside of modules": ("chain", SMALL_CHAIN, {"lines": [line(MS, "forward", "x.add")]}),
     "the same, beside a line that waits": (
         "chain",
@@ -870,6 +885,9 @@ WITHOUT: dict[str, tuple[float, float | None]] = {
     "padded products at 0.6 of the peak, for no neighbour shows a rate": (1.45 * MS + 674_000, 0.02),
     "padded products beside FLOPs that are not all products'": (2 * MS + 674_000, 0.02),
     "copies that undo the order of images": (4 * (MS + 1_000) + 13_000, 0.02),
+    # In forward half of the products are large ones, in backward three of four; the others' layers run side by side.
+    # The kernels of a cell's two passes, but for the sums, begin 1 µs after one another.
+    "a loop of cells": (MS + 140 * 1_000 * (18 * (0.25 + 0.375) + 36 * (0.375 + 0.1875) + 2 * 3 + 8 + 2), 0.03),
     "a pass that nobody reads": (6 * (MS + 1_000), 0.02),
     "two passes that nobody reads": (6 * (MS + 1_000), 0.02),
     "memory that is filled": (with_fills(100).lengths[0] - 100 * 5_000, None),

@@ -21,6 +21,7 @@ from profkit.analysis.causes.kernels import KERNELS
 from profkit.analysis.causes.launches import LAUNCHES, RANKS
 from profkit.analysis.causes.memory import MEMORY
 from profkit.analysis.causes.on_cpu import find_causes_on_cpu
+from profkit.analysis.causes.recurrent import RECURRENT
 from profkit.analysis.step_replay.limits import OUTSIDE, Limit, StepLimits
 from profkit.analysis.step_replay.predict import StepChange, TimeAnswer
 from profkit.analysis.summary import PRODUCTS, WORTH, StepTree, Summary
@@ -61,7 +62,7 @@ _OPERATORS: dict[str, Callable[[OperatorLine], float]] = {
 
 Row = Callable[[Evidence], Iterator[Cause]]
 
-ROWS: tuple[Row, ...] = (*DATA_ROWS, *HOST, *LAUNCHES, *KERNELS, *MEMORY, *RANKS, find_causes_on_cpu)
+ROWS: tuple[Row, ...] = (*DATA_ROWS, *HOST, *LAUNCHES, *KERNELS, *RECURRENT, *MEMORY, *RANKS, find_causes_on_cpu)
 """The table: each row yields the causes of one kind for which a capture holds evidence."""
 
 
@@ -262,7 +263,8 @@ def _when_asked(cause: Cause, explained: Sequence[Cause]) -> int:
 
 def _is_same_waste(cause: Cause, other: Cause) -> bool:
     at_one_line = cause.line is not None and cause.line == other.line
-    return at_one_line or (cause.code in _COMPILING and other.code in _COMPILING)
+    are_of_loop = (cause.code, other.code) == ("loop", "launches") and cause.module == other.module is not None
+    return at_one_line or are_of_loop or (cause.code in _COMPILING and other.code in _COMPILING)
 
 
 def _changes_of(causes: Sequence[Cause]) -> list[StepChange]:

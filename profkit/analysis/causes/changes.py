@@ -207,6 +207,23 @@ def enlarge_batch(factor: int, *, fewer_passes: bool) -> StepChange:
     return StepChange(f"batch:×{factor}", apply, "how fast kernels are on a larger batch")
 
 
+def call_once(name: str, choose: Choose, own: By) -> StepChange:
+    """Return the change after which no Python runs before some calls, of whose own time a share is left.
+
+    The first of them keeps the Python before it.
+    """
+
+    def apply(columns: StepColumns, setting: Setting) -> StepColumns:
+        _, *calls = sorted(choose(setting.step)) or [0]
+        gaps, times = list(columns.gap_ns), list(columns.own_ns)
+        for call in calls:
+            gaps[call] = min(gaps[call], 0)
+            times[call] = round(times[call] * own[setting.world])
+        return replace(columns, gap_ns=gaps, own_ns=times)
+
+    return StepChange(name, apply, "how many launches a library makes")
+
+
 def compute_in_bf16(name: str, choose: Choose) -> StepChange:
     """Return the change after which what some calls launch computes in bf16."""
 
