@@ -16,6 +16,7 @@ from profkit.analysis.step_replay.limits import OUTSIDE
 from profkit.analysis.summarize import summarize_capture
 from profkit.reading import open_capture
 from profkit.report.commands.answer import describe_answer, draw_tree
+from profkit.report.commands.summary import describe_step
 from profkit.run.directory import LINES, Run, name_of_rank
 from profkit.run.lines import LineSteps, LineTime, split_lines, write_lines
 from tests.in_process import run_command
@@ -99,12 +100,12 @@ def expected_ms(result: AdviceResult) -> float:
 
 
 def test_an_evaluation_in_few_steps_is_no_part_of_the_step_that_is_shown(tmp_path: Path) -> None:
-    """Of ten steps of 100 ms one validates for 90: the phases keep their times, and the sentence names the longest."""
+    """Of ten steps of 100 ms one validates for 290: the phases keep their times, and the sentence names the longest."""
     advise(tmp_path)
     path = tmp_path / "manifest.json"
     manifest = json.loads(path.read_text())
     usual = manifest["attached"]["steps"][0]
-    validating = {**usual, "inference_ns": 90 * MS, "step_ns": 190 * MS}
+    validating = {**usual, "inference_ns": 290 * MS, "step_ns": 390 * MS}
     manifest["attached"]["steps"] = [*[usual] * 9, validating]
     path.write_text(json.dumps(manifest))
     opened = open_capture(tmp_path)
@@ -113,6 +114,8 @@ def test_an_evaluation_in_few_steps_is_no_part_of_the_step_that_is_shown(tmp_pat
     parts = {next(iter(part.phases)): part.time_ns / MS for part in summary.tree.parts}
     assert (summary.tree.step_ns, parts) == (100 * MS, {"backward": 40, "forward": 30, OUTSIDE: 20, "optimizer": 10})
     assert describe_answer(summary, find_advice(opened, summary)).startswith("A step takes 100.0 ms: 40.00 ms of it in")
+    assert next(describe_step(summary)) == "100.0 ms unprofiled (10 steps, 1 rare one left out)"
+    assert not any("vary widely" in finding.message for finding in summary.findings)
 
 
 def _write_two_ranks(folder: Path) -> Path:

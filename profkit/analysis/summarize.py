@@ -244,11 +244,12 @@ def _steps(timed: StepTimes | None, recorded: TimeAccount | None = None) -> Iter
             step.context,
             step.clean_ns,
             step.clean.count,
-            step.clean.p10,
-            step.clean.p90,
+            step.usual.p10,
+            step.usual.p90,
             None if recorded is None else recorded.recorded_step_ns(step.context),
             (waits.clean_ns or None) if waits is not None and is_of_all else None,
             None if waits is None or waited_ns is None else waits.clean_ns - waited_ns,
+            step.rare_count,
         )
 
 

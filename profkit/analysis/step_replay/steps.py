@@ -424,7 +424,7 @@ def _unprofiled_phases(account: TimeAccount) -> tuple[dict[str, int], int]:
 def find_spread(account: TimeAccount) -> int:
     """Return by how much the unprofiled steps differ, 0 where none was timed."""
     step = None if account.timed is None else account.timed.find(STEP, None)
-    return 0 if step is None else round(max(step.clean.median_absolute_deviation, _LEAST_SPREAD * step.clean_ns))
+    return 0 if step is None else round(max(step.usual.median_absolute_deviation, _LEAST_SPREAD * step.clean_ns))
 
 
 def find_variation(account: TimeAccount) -> float:

@@ -164,6 +164,15 @@ class PhaseTimes:
         return summarize_samples(self.unprofiled.total_ns)
 
     @cached_property
+    def usual(self) -> SampleStatistics:
+        """The statistics of the samples that say what one takes: those of rare steps are left out."""
+        return summarize_samples(self.unprofiled.total_ns[self.unprofiled.counted])
+
+    @property
+    def rare_count(self) -> int:
+        return self.clean.count - self.usual.count
+
+    @cached_property
     def profiled(self) -> SampleStatistics | None:
         return None if self.recorded is None else summarize_samples(self.recorded.total_ns)
 
@@ -423,12 +432,12 @@ def find_timing_doubts(timed: StepTimes | None) -> Iterator[Finding]:
 
 def _find_uneven_steps(timed: StepTimes) -> Iterator[Finding]:
     for step in timed.phases:
-        deviation = step.clean.relative_deviation
+        deviation = step.usual.relative_deviation
         if step.phase == STEP and deviation is not None and deviation > _WIDE:
             used = name_statistic(waits=step.unprofiled.waits)
             yield Finding(
                 "uneven-clean-steps",
-                f"{step.clean.count} unprofiled steps{_where(step)} vary widely: their standard deviation is"
+                f"{step.usual.count} unprofiled steps{_where(step)} vary widely: their standard deviation is"
                 f" {deviation:.0%} of their mean. Verdicts and MFU use their {used};"
                 " time more steps (`profkit run --warmup`)",
             )

@@ -57,9 +57,9 @@ def _time_row(times: PhaseTimes) -> dict[str, Any]:
     return {
         "phase": times.phase,
         "clean_ns": times.clean_ns,
-        "clean_mad_ns": times.clean.median_absolute_deviation,
-        "clean_p10_ns": times.clean.p10,
-        "clean_p90_ns": times.clean.p90,
+        "clean_mad_ns": times.usual.median_absolute_deviation,
+        "clean_p10_ns": times.usual.p10,
+        "clean_p90_ns": times.usual.p90,
         "profiled_ns": times.profiled_ns,
         "cost": times.cost,
     }
@@ -106,9 +106,8 @@ def _rare_notes(times: StepTimes) -> Iterator[str]:
     """Say which steps are no part of the typical one, and which phases have the time of few steps."""
     for step in (phase for phase in times.phases if phase.phase == STEP):
         where = "" if step.context is None else f" at context {step.context}"
-        rare = len(step.unprofiled.counted) - int(step.unprofiled.counted.sum())
-        if rare:
-            yield f"left out{where}: {format_count(rare, 'rare step')}, which p10, p90 and the mean have"
+        if step.rare_count:
+            yield f"left out{where}: {format_count(step.rare_count, 'rare step')}, which the mean alone has"
         for phase in times.phases:
             if phase.context == step.context and phase.clean_ns and not phase.typical_ns:
                 few = f"{phase.clean.count} of {step.clean.count} steps"

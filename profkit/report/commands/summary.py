@@ -278,7 +278,9 @@ def _describe_time(step: StepUse) -> str:
     spread = f", most take {format_ns(low)} to {format_ns(high)}" if is_within else ""
     if step.hidden_wait_ns is not None:
         spread = f", and {format_ns(step.hidden_wait_ns)} of waiting for data that a full queue hid from them"
-    return f"{time} unprofiled ({format_count(step.count, 'step')}{spread})" if step.count else f"{time} as recorded"
+    rare = f", {format_count(step.rare_count, 'rare one')} left out" if step.rare_count else ""
+    timed = f"{format_count(step.count, 'step')}{rare}{spread}"
+    return f"{time} unprofiled ({timed})" if step.count else f"{time} as recorded"
 
 
 def _describe_rare(summary: Summary) -> Iterator[str]:
