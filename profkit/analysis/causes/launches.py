@@ -101,12 +101,19 @@ def _waits(evidence: Evidence) -> Iterator[Cause]:
         line = max(lines, key=lambda line: line.waits)
         count = sum(line.waits for line in lines)
         is_loop = _reads_in_loop(evidence, line)
-        change, changes, edit = _stop_reading_one_by_one(evidence, line) if is_loop else _stop_reading(evidence, line)
+        of_tensors = is_loop and _reads_tensors(evidence, line)
+        change, changes, edit = (
+            _stop_reading_one_by_one(evidence, line, of_tensors=of_tensors)
+            if is_loop
+            else _stop_reading(evidence, line)
+        )
+        # x.sum().item, whose name is ….item, is written .item().
+        name = "a call" if line.called is None else line.called.removeprefix("…") + "()"
         yield Cause(
             code="waits",
-            # x.sum().item, whose name is ….item, is written .item().
-            cause=f"{'a call' if line.called is None else line.called.removeprefix('…') + '()'} waits for the GPU",
-            detail=f", {name_times(count)}" + (" in a loop" if is_loop else ""),
+            cause=f"{name} copies tensors from the GPU" if of_tensors else f"{name} waits for the GPU",
+            detail=f", {name_times(count)}"
+            + (", and the CPU computes with them" if of_tensors else " in a loop" if is_loop else ""),
             line=source_line(line),
             change=change,
             changes=changes,
@@ -115,13 +122,14 @@ def _waits(evidence: Evidence) -> Iterator[Cause]:
         )
 
 
-def _stop_reading_one_by_one(evidence: Evidence, line: LineTime) -> tuple[str, Sequence[StepChange], str | None]:
-    """Return what to do about a loop that reads from the GPU, and what that changes."""
-    if _reads_tensors(evidence, line):
-        change = "keep on the GPU what the tensors are computed with, and compute there (torch._foreach_…)"
-        return change, _read_at_once(evidence, line, of_tensors=True), None
+def _stop_reading_one_by_one(
+    evidence: Evidence, line: LineTime, *, of_tensors: bool
+) -> tuple[str, Sequence[StepChange], str | None]:
+    """Return what to do about a loop that reads values from the GPU, or tensors, and what that changes."""
     change = "compute the values together (torch.stack, torch._foreach_norm), and read them once"
-    return change, _read_at_once(evidence, line, of_tensors=False), None
+    if of_tensors:
+        change = "keep on the GPU what the tensors are computed with, and compute there (torch._foreach_…)"
+    return change, _read_at_once(evidence, line, of_tensors=of_tensors), None
 
 
 def _stop_reading(evidence: Evidence, line: LineTime) -> tuple[str, Sequence[StepChange], str | None]:
