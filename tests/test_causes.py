@@ -779,6 +779,7 @@ NAMED: dict[str, Case] = {
     "numbers that are read far apart": ("waits", FAR_APART, {"lines": [NORMS]}),
     # Without the wait Python would pack while the GPU computes: either change saves as much.
     "Python for which a wait is long": ("python", PACKED, {"lines": [PACK, ITEM]}),
+    "the same after the model": ("python", PACKED, {"lines": [PACK, ITEM, line(MS, "forward", "model", line=7)]}),
     "the same with a copy": ("python", COPIED, {"lines": [PACK, ITEM]}),
     "the same with what it has copied from the GPU": ("python", FETCHED, {"lines": [PACK, FETCH]}),
     # The copy comes first; without the last wait of the step, Python makes the next batch while the GPU computes.

@@ -34,7 +34,7 @@ from profkit.analysis.step_replay.kernel_edits import is_convolution
 from profkit.analysis.step_replay.limits import OUTSIDE, Limit
 from profkit.analysis.step_replay.steps import ReplayedStep
 from profkit.analysis.time_account.gpu_time import LONGEST_PAUSE_NS
-from profkit.names import BACKWARD, COLLECTING, COMPILING, DATA, INFERENCE, OPTIMIZER
+from profkit.names import BACKWARD, COLLECTING, COMPILING, DATA, FORWARD, INFERENCE, LOSS, OPTIMIZER
 from profkit.run.lines import LineTime
 
 _FACTORIES = ("randn", "rand", "randint", "randperm", "normal", "zeros", "ones", "full", "arange", "empty")
@@ -58,11 +58,11 @@ def _python_lines(evidence: Evidence) -> Iterator[Cause]:
         changes = [*edits(*(f"no-host:{one.file}:{one.line}" for one in lines))]
         fetches = [*_fetches_for(evidence, lines)]
         changes += edits(*(f"no-wait:{one.file}:{one.line}" for one in fetches))
-        where = (
-            "on the GPU, or less often"
-            if fetches
-            else "in a DataLoader's worker or on the GPU, or once before the loop"
-        )
+        where = "in a DataLoader's worker or on the GPU, or once before the loop"
+        if fetches:
+            where = "on the GPU, or less often"
+        elif _follows_model(evidence, line):
+            where = "for the whole batch at once, on the GPU, or less often"
         if line.method in _FACTORIES:
             changes.append(without_copies(line.method, find_pageable_copies))
         yield Cause(
@@ -77,6 +77,17 @@ def _python_lines(evidence: Evidence) -> Iterator[Cause]:
                 "lines": ", ".join(str(one.line) for one in lines),
             },
         )
+
+
+def _follows_model(evidence: Evidence, line: LineTime) -> bool:
+    """Return whether the model is called further up in the line's function: what it computes may need the output."""
+    return any(
+        each.phase in (FORWARD, LOSS) and _is_above(each, line) for each in (*evidence.lines, *evidence.facts.callers)
+    )
+
+
+def _is_above(one: LineTime, other: LineTime) -> bool:
+    return (one.file, one.function) == (other.file, other.function) and one.line < other.line
 
 
 def _fetches_for(evidence: Evidence, lines: Sequence[LineTime]) -> Iterator[LineTime]:
