@@ -365,6 +365,25 @@ def loop_of_cells(time_steps: int, *between: Action, cell: str = LSTM_CELL) -> P
     return equal_steps(*[*forward, *between] * time_steps, *backward * time_steps, launch(NVJET, MS), wait)
 
 
+SIGMOID = ADD.replace("CUDAFunctor_add<float>", "sigmoid_kernel_cuda")
+WRITTEN_CELLS = {
+    "LSTM": (TF32, TF32, ADD, SIGMOID, SIGMOID, TANH, SIGMOID, ADD, ADD, TANH, ADD),
+    "GRU": (TF32, TF32, SIGMOID, SIGMOID, ADD, TANH, ADD, ADD),
+    "RNN": (TF32, TF32, ADD, TANH),
+    "none": (TF32, TANH, TF32, TANH),
+}
+
+
+def written_cells(*kernels: str, calls: int = 70, modules: int = 1, shapes: int = 1) -> Program:
+    """Return steps in which a module, or several in turn, runs these kernels again and again, forward and backward."""
+    forward = []
+    for call in range(calls):
+        names = [name.replace("tf32f32", f"tf32f32_{call % shapes}") for name in kernels]
+        forward.append(within(f"forward/model/rnn.{call % modules}", *(launch(name, 5_000) for name in names)))
+    backward = [within("backward/model/rnn.0", launch(TF32, 5_000, 4), launch(ADD, 3_000, len(kernels)))] * calls
+    return equal_steps(*forward, *backward, launch(NVJET, MS), wait)
+
+
 LAYOUT = (
     "void at::native::elementwise_kernel<128, 4, at::native::gpu_kernel_impl_nocast<"
     "at::native::direct_copy_kernel_cuda(at::TensorIteratorBase&)>>"
@@ -699,6 +718,10 @@ NEARLY: list[Case] = [
     ("loop", loop_of_cells(70, within("forward/model/attn", launch(NVJET, 9_000, 4))), {}),
     ("loop", loop_of_cells(70, wait), {}),
     ("loop", loop_of_cells(70, cell=SOFTMAX), {}),
+    # Another network, many layers of their own weights, and other shapes each time.
+    ("loop", written_cells(*WRITTEN_CELLS["none"]), {}),
+    ("loop", written_cells(*WRITTEN_CELLS["RNN"], modules=70), {}),
+    ("loop", written_cells(*WRITTEN_CELLS["RNN"], shapes=35), {}),
     # A loop has at least twelve kernels, and a norm both sums and takes a root.
     ("loop", blocks("act", *[(ADD, 3_000)] * 11), {}),
     # What is written one by one, and repeats nothing, is no loop.
@@ -810,6 +833,11 @@ NAMED: dict[str, Case] = {
         {"lines": [line(MS, "forward", "sum"), line(3 * MS // 2, "forward", "x.pow", function="main.<genexpr>")]},
     ),
     "a loop of cells": ("loop", loop_of_cells(70), {}),
+    **{
+        f"a loop that is written as an {kind}": ("loop", written_cells(*kernels), {})
+        for kind, kernels in WRITTEN_CELLS.items()
+        if kind != "none"
+    },
     "a chain outside of modules": ("chain", SMALL_CHAIN, {"lines": [line(MS, "forward", "x.add")]}),
     "the same, beside a line that waits": (
         "chain",

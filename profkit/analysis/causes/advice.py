@@ -39,6 +39,8 @@ _SURE = 0.25
 """A step after a change may be longer than now by at most this part of the expected saving."""
 _COMPILING = ("compile", "launches", "chain")
 """Causes that compiling removes: it is advised once."""
+_OF_LOOPS = ("launches", "activation", "chain")
+"""Causes that go with a loop in the same module."""
 _TIMES_A_MEND = 4
 """So many times what a mend at one place saves compiling must save on top of all others to stand before it."""
 _RUNS_PYTHON = ("python", "made-on-cpu", "loader", "garbage", "recompile")
@@ -263,7 +265,7 @@ def _when_asked(cause: Cause, explained: Sequence[Cause]) -> int:
 
 def _is_same_waste(cause: Cause, other: Cause) -> bool:
     at_one_line = cause.line is not None and cause.line == other.line
-    are_of_loop = (cause.code, other.code) == ("loop", "launches") and cause.module == other.module is not None
+    are_of_loop = cause.code == "loop" and cause.module == other.module is not None and other.code in _OF_LOOPS
     return at_one_line or are_of_loop or (cause.code in _COMPILING and other.code in _COMPILING)
 
 
