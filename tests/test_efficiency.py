@@ -276,6 +276,14 @@ def test_a_range_that_mostly_waits_names_the_rank_that_it_waits_for(captures: Pa
     assert waited_ns > row.busy_ns / 2
     alone = opened.of_rank(0).efficiency("step *")
     assert {row.waiting_for for row in alone.ranges} == {None}, "one rank does not know"
+    assert [limit_words(row, late) for late in (1, 0, None)] == ["waiting for rank 1", *["waiting for other ranks"] * 2]
+
+
+def test_no_range_names_a_rank_of_which_nobody_can_tell_whether_it_is_late(captures: Path) -> None:
+    said = run_command("efficiency", captures / "ddp.nsys2025.sqlite").stdout
+    assert "Whether a rank is late cannot be told: rank 1 costs the others most" in said
+    assert "waiting for other ranks" in " ".join(said.split())
+    assert "waiting for rank" not in said
 
 
 @pytest.mark.parametrize(

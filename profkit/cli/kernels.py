@@ -237,7 +237,8 @@ def efficiency(
 
             # A picture with a point for each layer and step would be unreadable.
             folded = opened.efficiency(name, ceilings=ceilings, dtype=dtype) if numbered else result
-            plot_roofline(folded, plot, limits=opened.step_limits, untrusted=check.failed)
+            late_rank = None if compared is None else compared.late_rank
+            plot_roofline(folded, plot, limits=opened.step_limits, late_rank=late_rank, untrusted=check.failed)
     output.print(document)
     obey_strict(trace, check, strict=strict)
 

@@ -42,7 +42,7 @@ from profkit.names import BACKWARD, FORWARD, OPTIMIZER, RECOMPUTE, phase_of
 from profkit.report import colours, make_visible, shorten, shorten_apart, simplify_name
 from profkit.report.commands.answer import NAMES
 from profkit.report.commands.kernels import count_line, sort_rows, subject
-from profkit.report.commands.steps import DATA, name_limits
+from profkit.report.commands.steps import DATA, WAITING, name_limits
 from profkit.report.document import UNTRUSTED
 from profkit.report.units import format_bytes, format_ns, format_share, four_digits, ns_over
 from profkit.run.directory import find_run
@@ -351,7 +351,12 @@ _MOST_NAMED = 24
 
 
 def plot_roofline(
-    result: EfficiencyResult, path: Path, *, limits: StepLimits | None = None, untrusted: bool = False
+    result: EfficiencyResult,
+    path: Path,
+    *,
+    limits: StepLimits | None = None,
+    late_rank: int | None = None,
+    untrusted: bool = False,
 ) -> None:
     """Write the roofline to a PNG file, one point per row of the table whose operations and least bytes are known.
 
@@ -378,7 +383,7 @@ def plot_roofline(
             lacking, cure = "the GPU's peaks", "measure them with `profkit ceilings` and give its file to --ceilings"
         raise TraceError(f"{result.trace}: {lacking} are unknown, so there is no roofline to draw; {cure}")
     with draw_png(path, 9.5, 6) as (figure, axes):
-        _draw(axes, result, result.peaks, points, name_limits(result.ranges, limits))
+        _draw(axes, result, result.peaks, points, name_limits(result.ranges, limits, late_rank))
         if untrusted:
             figure.suptitle(UNTRUSTED, fontsize=10, fontweight="bold", color="#B00020")
         _name_points(axes, points)
@@ -427,8 +432,8 @@ def _phase_of(row: EfficiencyRow) -> str:
 
 
 def _colour_of(words: str | None) -> str:
-    """Return the colour of a limit; waiting for any rank has that of communication."""
-    kind = "communication" if (words or "").startswith("waiting for rank") else words
+    """Return the colour of a limit; waiting for ranks has that of communication."""
+    kind = "communication" if words == WAITING or (words or "").startswith("waiting for rank") else words
     return _COLOURS.get(kind or "", _OTHER_COLOUR)
 
 

@@ -77,7 +77,7 @@ def build_efficiency_document(
     ``compared`` are the ranks side by side, for which of them is late; ``answer`` is what the summary says of the run.
     """
     steps = None if totals else result.step_count
-    words = name_limits(result.ranges, limits)
+    words = name_limits(result.ranges, limits, None if compared is None else compared.late_rank)
     rows = [_row(row, words[row.path]) for row in result.ranges]
     ranges = Table(_columns(result, steps), rows, exact=_EXACT)
     parts: list[Table | Lines] = [Lines([*([answer] if answer else []), *_head(result)], "head"), ranges]

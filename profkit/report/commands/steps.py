@@ -217,6 +217,8 @@ LIMITS = {
 """A verdict as people read it: what the range is limited by."""
 DATA = "data loading"
 COMPUTING = "GPU computing"
+WAITING = "waiting for other ranks"
+"""Who they wait for may be chance, or the profiler's doing."""
 
 _CAUSES_NAMED = 3
 _MOST_ROWS = 10
@@ -289,10 +291,13 @@ def _describe_proof(proof: Proof, fit: Fit, *, is_unprofiled: bool) -> str:
     return f"{text}; Python's time × {speed} as in unprofiled steps{known}"
 
 
-def limit_words(row: EfficiencyRow) -> str | None:
-    """Return what limits a range; None if it launched nothing. Which peak limits what computes may be unknown."""
+def limit_words(row: EfficiencyRow, late_rank: int | None = None) -> str | None:
+    """Return what limits a range; None if it launched nothing. Which peak limits what computes may be unknown.
+
+    A rank that is waited for has its name here only if it is ``late_rank``, which `profkit ranks` calls late.
+    """
     if row.verdict == "communication-bound" and row.waiting_for is not None:
-        return f"waiting for rank {row.waiting_for}"
+        return f"waiting for rank {late_rank}" if row.waiting_for == late_rank else WAITING
     if row.verdict == "host-bound" and row.loads_data:
         return DATA
     if row.verdict is None:
@@ -310,12 +315,14 @@ _REPLAYED = {
 }
 
 
-def name_limits(rows: Sequence[EfficiencyRow], limits: StepLimits | None) -> dict[str, str | None]:
+def name_limits(
+    rows: Sequence[EfficiencyRow], limits: StepLimits | None, late_rank: int | None = None
+) -> dict[str, str | None]:
     """Return by path what limits each range: by the replay of the step where there is one, else as `limit_words` says.
 
     Of what the GPU computes, the range's own FLOPs and kernels tell which of its peaks is in the way.
     """
-    words = {row.path: limit_words(row) for row in rows}
+    words = {row.path: limit_words(row, late_rank) for row in rows}
     if limits is None or not limits.stand_for_step:
         return words
     names = _names_within(rows)

@@ -65,7 +65,8 @@ def module_rows(run: Results) -> Iterator[dict[str, Any]]:
     ranges = () if run.efficiency is None else run.efficiency.ranges
     limits = None if run.capture.trace is None else run.capture.trace.step_limits
     parts = () if run.memory is None else run.memory.composition.by_module
-    words, ranges_of, held = name_limits(ranges, limits), _by_module(ranges), _categories_by_kind(parts)
+    late_rank = None if run.summary.compared is None else run.summary.compared.late_rank
+    words, ranges_of, held = name_limits(ranges, limits, late_rank), _by_module(ranges), _categories_by_kind(parts)
     for depth, module in _depth_first(run.summary.modules):
         passes, sizes = ranges_of.get(module.module, {}), held.get(kind_of(module.module))
         flops = [row.flops for row in passes.values() if row.flops is not None]
