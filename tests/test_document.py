@@ -29,6 +29,7 @@ from profkit.report import (
     escape_markdown,
     json_text,
     make_visible,
+    name_within,
     screen_width,
     shorten,
     shorten_apart,
@@ -167,6 +168,44 @@ def test_names_that_differ_in_the_middle_alone_shorten_to_different_names() -> N
     assert (gemm, again) == ("gemm", forward)
     for width in range(1, 100):
         assert all(len(short) <= width for short in shorten_apart(names, width))
+
+
+def test_modules_of_one_block_shorten_to_different_names() -> None:
+    parts = ("mlp", "block1", "block2", "res_conv", "norm", "to_qkv", "to_out")
+    names = [f"     model.{side}.0.1.{part}" for side in ("downs", "ups") for part in parts]
+    for side in (names[: len(parts)], names[len(parts) :]):
+        assert len({*shorten_apart(side, 18)}) == len(parts)
+    assert all(short.startswith("     ") and len(short) <= 18 for short in shorten_apart(names, 18))
+    assert len({*shorten_apart(names, 20)}) == len(names)
+
+
+@pytest.mark.parametrize(
+    ("name", "parent", "rest"),
+    [
+        ("h.*.mlp", "h.*", "mlp"),
+        ("ups.*.*", "ups.*", "ups.*.*"),
+        ("ups.3", "ups", "ups.3"),
+        ("mid_block1.mlp", "mid_block*", "mid_block1.mlp"),
+        ("model", None, "model"),
+    ],
+)
+def test_the_rest_of_a_modules_name_is_never_a_number_or_a_star_alone(name: str, parent: str | None, rest: str) -> None:
+    assert name_within(name, parent) == rest
+
+
+def test_a_name_that_is_too_long_gives_way_to_its_brief_one_if_that_fits() -> None:
+    def show(width: int, full_names: bool = False) -> list[str]:
+        column = Column("name", "name", TEXT, flexible=True, brief=lambda row: f"….{row['name'].rpartition('.')[2]}")
+        rows: list[dict[str, Any]] = [
+            {"name": name, "n": 1} for name in ("model.block.mlp", "model.block.projection", "h.0")
+        ]
+        table = Table((column, Column("n", "n" * 20)), rows)
+        return [line.split()[0] for line in render_table(table, width=width, full_names=full_names).splitlines()[2:]]
+
+    assert show(60) == ["model.block.mlp", "model.block.projection", "h.0"]
+    assert show(40) == ["model.block.mlp", "….projection", "h.0"]
+    assert show(34) == ["….mlp", "….projection", "h.0"]
+    assert show(20, full_names=True) == show(60)
 
 
 def test_columns_of_the_environment_are_obeyed_in_a_pipe(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -383,3 +383,22 @@ def test_ranges_that_a_pass_nests_otherwise_do_not_move_a_module() -> None:
         "backward/blocks.*/blocks.*.mlp/blocks.*.ln",
     )
     assert ModuleTree(map(place, paths)).parent["blocks.*.ln"] == "blocks.*"
+
+
+def test_rows_of_a_tree_are_told_apart_on_a_screen(tmp_path: Path) -> None:
+    """What modules of one block share, all of them begin with; the row above them says it."""
+    parts = ("mlp", "block1", "res_conv", "norm", "to_qkv", "to_out", "attend")
+    builder = NsysBuilder()
+    builder.range("step 0", 0, 100_000)
+    for at, side in enumerate(("downs", "ups")):
+        block, start = f"model.{side}.residual_blocks_of_the_encoder", 1_000 + 40_000 * at
+        builder.range(block, start, start + 30_000)
+        for number, part in enumerate(parts):
+            begin = start + 4_000 * number
+            builder.range(f"{block}.{part}", begin, begin + 3_000)
+            builder.kernel(begin + 10, 500, start=begin + 600)
+    path = builder.write(tmp_path / "t.sqlite")
+    for command in ("ranges", "efficiency"):
+        lines = run_command(command, path).stdout.splitlines()
+        names = [line.split()[0] for line in lines if line.startswith("  ….")]
+        assert names == [f"….{part}" for part in parts] * 2, command

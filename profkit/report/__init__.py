@@ -12,7 +12,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from profkit.names import SHARED, is_shared, sharing_modules
@@ -103,8 +103,7 @@ def shorten(text: str, width: int) -> str:
     text = _with_last_parts(text, width)
     if len(text) <= width:
         return text
-    head = (width - 1) // 2
-    return f"{text[:head]}…{text[len(text) - (width - 1 - head) :]}"
+    return _keep_ends(text, (width - 1) // 2, width)
 
 
 def cut_clauses(text: str, width: int, end: str) -> str:
@@ -139,18 +138,53 @@ def _last_part(module: str) -> str:
 
 
 def shorten_apart(texts: Sequence[str], width: int) -> list[str]:
-    """Return texts shortened as by `shorten`, but those that would then read alike keep the place where they differ.
+    """Return texts shortened as by `shorten`, but those that would then read alike keep what tells them apart.
 
-    A forward and a backward kernel may differ in one letter in the middle of a long name.
+    A forward and a backward kernel may differ in one letter in the middle of a long name; modules of one block in the
+    last parts of theirs. Where no way of shortening keeps all of them apart, the one that keeps most does.
     """
     texts = [_with_last_parts(text, width) for text in texts]
     groups: dict[str, set[str]] = {}
     for text in texts:
         groups.setdefault(shorten(text, width), set()).add(text)
-    return [
-        short if len(groups[short]) == 1 else _shorten_around(text, _first_difference(groups[short]), width)
-        for text, short in ((text, shorten(text, width)) for text in texts)
-    ]
+    alone = {short for short, group in groups.items() if len(group) == 1}
+    shown: dict[str, str] = {text: short for short, group in groups.items() if short in alone for text in group}
+    taken = set(alone)
+    for short, group in groups.items():
+        if short not in alone:
+            chosen = max(_ways_to_shorten(sorted(group), width), key=lambda way: len({*way.values()} - taken))
+            shown |= chosen
+            taken |= {*chosen.values()}
+    return [shown[text] for text in texts]
+
+
+def _ways_to_shorten(texts: Sequence[str], width: int) -> Iterator[dict[str, str]]:
+    """Yield ways to shorten some texts: with more of their ends, around the place where they first differ, with little
+    more than their ends.
+
+    What begins with spaces, as rows of a tree do, keeps them.
+    """
+    indent = min(len(text) - len(text.lstrip()) for text in texts)
+    middle = max(width // 3, indent)
+    for head in range((width - 1) // 2, middle - 1, -1):
+        yield {text: _keep_ends(text, head, width) for text in texts}
+    at = _first_difference(set(texts))
+    yield {text: _shorten_around(text, at, width) for text in texts}
+    for head in range(middle - 1, indent - 1, -1):
+        yield {text: _keep_ends(text, head, width) for text in texts}
+
+
+def _keep_ends(text: str, head: int, width: int) -> str:
+    return f"{text[:head]}…{text[len(text) - (width - 1 - head) :]}"
+
+
+def name_within(name: str, parent: str | None) -> str:
+    """Return the rest of a module's name behind its parent's: ``mlp`` of ``h.*.mlp`` in ``h.*``.
+
+    It is the whole name where the rest is a number, or ``*`` for several, or where it does not begin with the parent's.
+    """
+    rest = name.removeprefix(f"{parent}.")
+    return rest if rest.strip("*.0123456789") else name
 
 
 def shortest_end(names: Sequence[str], among: Iterable[Sequence[str]]) -> Sequence[str]:

@@ -66,7 +66,8 @@ class Column:
 
     ``flexible`` columns give up width on a screen, their cells shortened in the middle. ``wide`` ones are left out on a
     screen, where there is no room. ``on_screen`` returns what stands there instead, from the whole row: a tree's name
-    moved in by its depth, say.
+    moved in by its depth, say. ``brief`` returns what stands there of a row for which that is too long: the rest of the
+    name behind that of the row above it in the tree.
     """
 
     key: str
@@ -75,6 +76,7 @@ class Column:
     flexible: bool = False
     wide: bool = False
     on_screen: Callable[[Row], str] | None = None
+    brief: Callable[[Row], str] | None = None
 
 
 @dataclass(frozen=True)
@@ -279,7 +281,9 @@ def render_table(table: Table, *, full_names: bool = False, width: int = WIDTH, 
         widths[at] -= shrink
         spare += shrink
     fitted = [
-        shorten_apart([row[at] for row in rows], widths[at]) if column.flexible else [row[at] for row in rows]
+        shorten_apart(_brief(column, table.rows, [row[at] for row in rows], widths[at]), widths[at])
+        if column.flexible
+        else [row[at] for row in rows]
         for at, column in enumerate(columns)
     ]
     headings = [shorten(column.heading, width) for column, width in zip(columns, widths, strict=True)]
@@ -302,6 +306,13 @@ def _line(cells: Sequence[str], widths: Sequence[int], columns: Sequence[Column]
 
 def _screen_cell(column: Column, row: Row) -> str:
     return _cell(column, row.get(column.key)) if column.on_screen is None else column.on_screen(row)
+
+
+def _brief(column: Column, rows: Sequence[Row], cells: Sequence[str], width: int) -> list[str]:
+    """Return a column's cells, those of rows that are too long by the column's ``brief`` if that fits."""
+    briefs = [] if column.brief is None else [make_visible(column.brief(row)) for row in rows]
+    chosen = [brief if len(brief) <= width < len(cell) else cell for brief, cell in zip(briefs, cells, strict=False)]
+    return [*chosen, *cells[len(chosen) :]]
 
 
 def _cell(column: Column, value: Any) -> str:

@@ -16,7 +16,7 @@ from profkit.analysis.tree import join_path, split_path
 from profkit.analysis.tree.range_tree import RangesResult
 from profkit.errors import Finding
 from profkit.names import STEP
-from profkit.report import shortest_end
+from profkit.report import name_within, shortest_end
 from profkit.report.commands.steps import DATA, LIMITS, limit_parts, name_limits
 from profkit.report.document import UNKNOWN, Column, Document, Lines, Row, Table
 from profkit.report.units import (
@@ -104,7 +104,14 @@ def _columns(result: EfficiencyResult, steps: int | None) -> tuple[Column, ...]:
     known = result.work_source is not None
     depth = min((len(split_path(row.path)) - 1 for row in result.ranges), default=0)
     return (
-        Column("path", "range", TEXT, flexible=True, on_screen=lambda row: _tree_name(row)[depth:]),
+        Column(
+            "path",
+            "range",
+            TEXT,
+            flexible=True,
+            on_screen=lambda row: _tree_name(row)[depth:],
+            brief=lambda row: _brief_name(row)[depth:],
+        ),
         *([Column("domain", "domain", TEXT, wide=True)] if any(row.domain for row in result.ranges) else []),
         Column("instances", "times", count_over(steps)),
         Column("wall_ns", "Python time", ns_over(steps), wide=True),
@@ -295,7 +302,7 @@ def build_ranges_document(
     # Ranges that stand for operator links were never open.
     python_time = Unit(lambda value: each.show(value) if value else UNKNOWN)
     columns = (
-        Column("path", "range", TEXT, flexible=True, on_screen=_tree_name),
+        Column("path", "range", TEXT, flexible=True, on_screen=_tree_name, brief=_brief_name),
         *([Column("domain", "domain", TEXT, wide=True)] if any(row["domain"] for row in rows) else []),
         Column("instances", "times", count_over(steps)),
         Column("wall_ns", "Python time", python_time),
@@ -311,8 +318,19 @@ def build_ranges_document(
 
 
 def _tree_name(row: Row) -> str:
+    return _moved_in(row, row["name"])
+
+
+def _brief_name(row: Row) -> str:
+    """Return the rest of a module's name behind its parent's, which stands above it: ``….mlp``."""
+    above = split_path(row["path"])[:-1]
+    rest = name_within(row["name"], above[-1] if above else None)
+    return _moved_in(row, rest if rest == row["name"] else f"….{rest}")
+
+
+def _moved_in(row: Row, name: str) -> str:
     depth = str(row["path"]).replace("\\/", "").count("/")
-    return f"{' ' * depth}{row['name']}" + (f" [{row['domain']}]" if row["domain"] else "")
+    return f"{' ' * depth}{name}" + (f" [{row['domain']}]" if row["domain"] else "")
 
 
 def _ranges_notes(result: RangesResult, numbered: bool, steps: int | None) -> list[str]:

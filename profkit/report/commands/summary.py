@@ -17,7 +17,7 @@ from profkit.analysis.memory.places import PartRow
 from profkit.analysis.summary import RUN_WARNING, Head, StepUse, Summary
 from profkit.analysis.tree.modules import ModuleTime
 from profkit.names import MODEL
-from profkit.report import cut_clauses, shorten
+from profkit.report import cut_clauses, name_within, shorten
 from profkit.report.commands.answer import (
     ROOM,
     SEPARATOR,
@@ -365,7 +365,7 @@ def _describe_modules(summary: Summary) -> Iterator[str]:
     others = within or [row for row in summary.modules if row.parent == module.parent and row is not module]
     for row in sorted(others, key=lambda row: -row.total_ns)[:_MODULES]:
         if row.total_ns > _MUCH * module.total_ns:
-            name = shorten(row.module.removeprefix(f"{row.parent}."), _NAME_WIDTH)
+            name = shorten(name_within(row.module, row.parent), _NAME_WIDTH)
             yield f"{'in it' if within else 'beside it'} {name} {format_ns(summary.per_step(row.total_ns))}"
 
 
