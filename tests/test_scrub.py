@@ -63,7 +63,7 @@ PLACED = (("kernels", "--by", "range"), ("ranges",))
 MEMORY = (("memory", "--by", "module"), ("summary",), ("whatif", "--edit", "zero-grad:none"))
 ALIKE = ("small.kineto", "small.nsys2025", "small.pickle", "nanogpt-roundup4", "nanogpt-split64")
 """Captures that hold no text or table which another one does not."""
-OF_LINES = ("stack", "label", "lines", "line", "code", "missing")
+OF_LINES = ("stack", "label", "lines", "line", "code", "missing", "why_missing")
 """Keys under which a command shows lines of a program, which a copy does not hold, or says that it lacks them."""
 
 
