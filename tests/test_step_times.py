@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from profkit.analysis.compare.comparison import compare_unprofiled
 from profkit.analysis.time_account.step_times import (
     StepTimes,
+    mark_rare_steps,
     read_step_times,
     summarize_samples,
     summarize_step_times,
@@ -123,6 +124,20 @@ def test_the_waits_of_a_step_that_writes_a_checkpoint_are_no_part_of_the_typical
     saving = {**TRAINING, "data_ns": 500, "step_ns": 1_400}
     parts = _parts_of([TRAINING, waiting] * 4 + [saving])
     assert (parts["data"], parts["step"]) == (15, 160)
+
+
+def test_a_step_that_waits_for_data_where_others_take_none_is_no_rare_one() -> None:
+    """Three batches are drawn at once before every fifth step; the others have no time for data."""
+    without = {phase: time_ns for phase, time_ns in TRAINING.items() if phase != "data_ns"}
+    waiting = {**TRAINING, "data_ns": 400, "step_ns": 550}
+    assert not mark_rare_steps([*[without] * 4, waiting] * 2).any()
+    assert mark_rare_steps([*[without] * 4, {**waiting, "data_ns": 5}] * 2).sum() == 2
+
+
+def test_the_rate_of_a_step_stands_beside_a_median_that_rare_steps_are_part_of() -> None:
+    times = _summarize({"attached": {"steps": [TRAINING] * 3 + [{**TRAINING, "step_ns": 160}] * 6 + [EVALUATING]}})
+    (rate,) = [part["clean_rate_ns"] for part in times.to_dict()["phases"] if part["phase"] == "step"]
+    assert rate == times.find("step", None).clean_ns
 
 
 # -- as a run shows them ---------------------------------------------------------------------------------------------

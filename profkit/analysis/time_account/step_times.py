@@ -198,14 +198,14 @@ class PhaseTimes:
         return self.profiled_ns / self.clean_ns - 1
 
     def to_dict(self) -> dict[str, Any]:
-        """Return it as JSON-ready data; the rates are `PhaseSamples.time_ns` where data was waited for, else None."""
+        """Return it as JSON-ready data; the rates are `PhaseSamples.time_ns` where this is no median, else None."""
         return {
             "phase": self.phase,
             "context": self.context,
             "clock": self.clock,
             "clean": asdict(self.clean),
             "profiled": None if self.profiled is None else asdict(self.profiled),
-            "clean_rate_ns": self.clean_ns if self.unprofiled.waits else None,
+            "clean_rate_ns": self.clean_ns if self.unprofiled.waits or self.rare_count else None,
             "profiled_rate_ns": self.profiled_ns if self.recorded is not None and self.recorded.waits else None,
             "cost": self.cost,
         }
@@ -269,8 +269,9 @@ def mark_rare_steps(steps: Sequence[Mapping[str, int]]) -> Bools:
     """
     if not steps or not all(_STEP_NS in step for step in steps):
         return np.zeros(len(steps), dtype=np.bool_)
-    rest_ns = np.array([step[_STEP_NS] for step in steps], dtype=np.int64)
-    rest_ns = rest_ns - _exposed_waits(steps, rest_ns)
+    times_ns = np.array([step[_STEP_NS] for step in steps], dtype=np.int64)
+    waits_ns = np.array([step.get(_DATA_NS, 0) for step in steps], dtype=np.int64)
+    rest_ns = times_ns - np.minimum(waits_ns, times_ns - times_ns.min())
     evaluating_ns = [
         sum(step.get(f"{phase}_ns", step.get(f"{phase}_event_ns", 0)) for phase in EVALUATION) for step in steps
     ]
