@@ -459,7 +459,9 @@ def test_time_and_memory_of_modules_that_differ_in_a_number_stand_in_one_row() -
     parts = [PartRow(name, (name,), size, 0.1, 1, 1, {"activations": size}, {}) for name, size in sizes.items()]
     memory = SimpleNamespace(composition=SimpleNamespace(by_module=parts))
     capture = SimpleNamespace(trace=None)
-    run = SimpleNamespace(summary=SimpleNamespace(modules=times), memory=memory, efficiency=None, capture=capture)
+    run = SimpleNamespace(
+        summary=SimpleNamespace(modules=times, compared=None), memory=memory, efficiency=None, capture=capture
+    )
     assert [(row["module"], row["depth"], row.get("bytes"), row["recompute_ns"]) for row in module_rows(run)] == [
         ("model", 0, 700, None),
         ("h.*", 1, 600, 5),
