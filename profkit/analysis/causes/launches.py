@@ -101,7 +101,7 @@ def _waits(evidence: Evidence) -> Iterator[Cause]:
         line = max(lines, key=lambda line: line.waits)
         count = sum(line.waits for line in lines)
         is_loop = _reads_in_loop(evidence, line)
-        of_tensors = is_loop and _reads_tensors(evidence, line)
+        of_tensors = is_loop and line.method != "item" and _reads_tensors(evidence, line)
         change, changes, edit = (
             _stop_reading_one_by_one(evidence, line, of_tensors=of_tensors)
             if is_loop
