@@ -97,6 +97,8 @@ def _time_notes(times: StepTimes) -> list[str]:
     lines.append(
         "times are medians" + ("; of data the mean wait, of the step this and the median of the rest" if waits else "")
     )
+    if times.waited_ns is not None:
+        lines.append("waits for data: as the recorded steps had them; a full queue hid them from the unprofiled ones")
     if any(phase.clock == "cuda-events" for phase in times.phases):
         lines.append("phases: by CUDA events around them; the step: by the host's clock")
     return [*lines, *_rare_notes(times)]
