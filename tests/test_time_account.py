@@ -276,7 +276,7 @@ def test_recorded_steps_that_waited_longer_for_data_are_said_not_used(tmp_path: 
 
 
 def _time_loader(
-    place: Path, *, waits: list[int], workers: int, busy: int = 3, recorded_busy: int = 3
+    place: Path, *, waits: list[int], workers: int, busy: int = 3, recorded_busy: int = 3, timed: int = 6
 ) -> tuple[float | None, list[Finding]]:
     """Return an unprofiled step of a loader whose queue was full before the recording, and what is said of it."""
     builder = NsysBuilder()
@@ -284,7 +284,7 @@ def _time_loader(
     builder.kernel(46 * MS, 2 * MS)
     steps = {
         part: {"steps": [{"data_ns": wait * MS, "step_ns": max(wait + python, shown) * MS} for wait in times]}
-        for part, times, python, shown in (("attached", [0] * 6, busy, 0), ("profiled", waits, recorded_busy, busy))
+        for part, times, python, shown in (("attached", [0] * timed, busy, 0), ("profiled", waits, recorded_busy, busy))
     }
     loading = {"workers": workers, "queue_batches": 2 * workers, "batches_per_step": 1.0}
     process = {"process": "1", "pid": 1, "rank": None, "state": "complete", "is_recorded": True, "loading": loading}
@@ -298,6 +298,11 @@ def test_a_wait_that_a_full_queue_hid_is_counted_in_the_unprofiled_step(tmp_path
     assert warning.message.endswith(
         "a queue that was full at first hid the wait, which is counted in the unprofiled step"
     )
+
+
+def test_the_wait_of_the_last_recorded_step_is_counted_in_few_unprofiled_ones(tmp_path: Path) -> None:
+    step_ns, _ = _time_loader(tmp_path, waits=[0, 0, 0, 180], workers=4, timed=3)
+    assert step_ns == pytest.approx(48 * MS, rel=1e-6)
 
 
 def test_workers_set_the_pace_however_much_the_profiler_slows_python(tmp_path: Path) -> None:

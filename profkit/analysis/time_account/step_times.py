@@ -321,7 +321,8 @@ def settle_waits(manifest: Manifest) -> Samples | None:
         return unprofiled
     is_usual = ~mark_rare_steps(unprofiled.steps)
     waits_ns = np.zeros(len(is_usual))
-    waits_ns[is_usual] = np.resize([step[_DATA_NS] for step in profiled], is_usual.sum())
+    # The longest come first, since there may be fewer unprofiled steps than recorded ones.
+    waits_ns[is_usual] = np.resize(sorted((step[_DATA_NS] for step in profiled), reverse=True), is_usual.sum())
     more_ns = np.rint(waits_ns * (longer_ns / waits_ns[is_usual].mean())).astype(np.int64).tolist()
     steps = [
         {**step, _DATA_NS: step[_DATA_NS] + more, _STEP_NS: step[_STEP_NS] + more} if more else step
