@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 
 from profkit.analysis.causes.changes import batches_every, keep_workers, scale_operations
@@ -89,11 +89,11 @@ def _falling_behind(evidence: Evidence, waited_ns: int) -> Iterator[Cause]:
     is_waited_for = waited_ns > _MOSTLY * (every_ns - evidence.now_ns + waited_ns)
     if is_waited_for or every_ns <= _TOO_SLOW * evidence.now_ns:
         return
-    workers = min(math.ceil(_SPARE * facts.batch_ns / max(evidence.now_ns, 1)), facts.room or _MANY_WORKERS)
+    workers = _workers_in_time(evidence, facts.batch_ns, evidence.now_ns)
     cheaper = cheapen_batches(evidence, 0, evidence.now_ns)
     if cheaper is not None:
         cause, left_ns = cheaper
-    elif workers > facts.workers:
+    elif workers is not None:
         cause, left_ns = describe_loader(evidence, 0, workers), round(facts.batch_ns / workers)
     else:
         return
@@ -116,7 +116,7 @@ def cheapen_batches(evidence: Evidence, waited_ns: int, pace_ns: int) -> tuple[C
         return None
     room = facts.room or _MANY_WORKERS
     longest_ns = pace_ns * facts.batches_at_once(room, "expected") * (_NEARLY if room > facts.workers else 1)
-    line = _costliest_below_loop(evidence, [line for line in evidence.lines if line.thread == "worker" and line.file])
+    line = _costliest_line(evidence)
     if line is None or line.time_ns < _OF_DATASET * facts.batch_ns or facts.batch_ns <= longest_ns:
         return None
     cause = describe_loader(evidence, waited_ns, facts.workers)
@@ -158,13 +158,20 @@ def describe_restarts(evidence: Evidence) -> Cause:
 def choose_workers(evidence: Evidence, waited_ns: int, pace_ns: int) -> int | None:
     """Return with how many workers a loader keeps up with a pace; None if more would not help, or nobody knows."""
     facts = evidence.facts
-    batch_ns, room = facts.batch_in_worker(waited_ns, "expected"), facts.room or _MANY_WORKERS
+    batch_ns = facts.batch_in_worker(waited_ns, "expected")
     has_unknown_workers = not facts.workers and any(line.thread == "worker" for line in evidence.lines)
     if waited_ns < _LEAST_SHARE * evidence.now_ns or batch_ns is None or has_unknown_workers:
         return None
     if facts.workers and _SPARE * batch_ns < facts.workers * pace_ns:
         return None  # they keep up: what is waited for is something else, such as a loader that has none
-    workers = min(max(2, math.ceil(_SPARE * batch_ns / max(pace_ns, 1)), facts.workers + 1), room)
+    return _workers_in_time(evidence, batch_ns, pace_ns)
+
+
+def _workers_in_time(evidence: Evidence, batch_ns: int, pace_ns: int) -> int | None:
+    """Return how many workers make batches with time to spare, as far as CPUs have room; None if that is no more."""
+    facts = evidence.facts
+    workers = max(2, math.ceil(_SPARE * batch_ns / max(pace_ns, 1)), facts.workers + 1)
+    workers = min(workers, facts.room or _MANY_WORKERS)
     return workers if workers > facts.workers else None
 
 
@@ -174,10 +181,7 @@ def name_workers(count: int) -> str:
 
 def describe_loader(evidence: Evidence, waited_ns: int, workers: int, pinned: str = "") -> Cause:
     """Return the cause that a loader is too slow, without what so many workers do to the step."""
-    facts = evidence.facts
-    main = [line for line in evidence.lines if line.thread == "main" and line.phase == DATA]
-    lines = [line for line in evidence.lines if line.thread == "worker"] if facts.workers else main
-    line = _costliest_below_loop(evidence, [line for line in lines if line.file])
+    facts, line = evidence.facts, _costliest_line(evidence)
     have = f"with {name_workers(facts.workers)} is too slow" if facts.workers else "has no workers"
     return Cause(
         code="loader",
@@ -194,12 +198,15 @@ def describe_loader(evidence: Evidence, waited_ns: int, workers: int, pinned: st
     )
 
 
-def _costliest_below_loop(evidence: Evidence, lines: Sequence[LineTime]) -> LineTime | None:
+def _costliest_line(evidence: Evidence) -> LineTime | None:
     """Return the costliest line of the dataset; the loop that asks for the batch only if nearly all lies in itself."""
+    of_workers = [line for line in evidence.lines if line.thread == "worker"]
+    of_main = [line for line in evidence.lines if line.thread == "main" and line.phase == DATA]
+    lines = [line for line in (of_workers if evidence.facts.workers else of_main) if line.file]
     calling = {line.place for line in evidence.facts.callers}
     own = [line for line in lines if line.called != "next" and line.place not in calling]
     if sum(line.time_ns for line in own) < _OF_DATASET * sum(line.time_ns for line in lines):
-        own = list(lines)
+        own = lines
     return max(own, key=lambda line: line.time_ns, default=None)
 
 

@@ -29,7 +29,7 @@ from profkit.analysis.step_replay.predict import (
 )
 from profkit.analysis.step_replay.ranks_together import MOST_RANKS
 from profkit.analysis.step_replay.steps import ReplayedStep, StepReplay, find_spread, find_variation
-from profkit.analysis.summary import WORTH, Summary
+from profkit.analysis.summary import SMALL, WORTH, Summary
 from profkit.analysis.time_account.account import TimeAccount
 from profkit.analysis.time_account.steps import find_steps
 from profkit.analysis.tree.modules import places_of_ranges, read_place
@@ -56,6 +56,8 @@ _OFTEN = 0.5
 """Fewer calls a step without a backward pass are none of each step: a pass may lie in the next."""
 WORTH_COMPILING = 0.04
 """For a smaller share of the step nobody waits for a compiler, and keeps the model compilable."""
+OF_CHAINS = (*SMALL, "optimizer", "fill")
+"""Categories of kernels that follow one another where an operation of torch's, or an optimizer, is written out."""
 COMPARE = "profkit compare RUN NEW"
 MEAN_STEP, DRAINED_STEP = "mean_step_ns", "drained_step_ns"
 """In a cause's evidence: the step with it where that is not the typical one; on average, and once a queue is empty."""

@@ -18,6 +18,7 @@ from profkit.analysis.causes.changes import (
     scale_operations,
 )
 from profkit.analysis.causes.evidence import (
+    OF_CHAINS,
     WORTH_COMPILING,
     Cause,
     Evidence,
@@ -71,7 +72,6 @@ a loop; so many are one whatever they take.
 _HARDLY_ANY = 0.05
 _REPEATS, _REPEATED = 3, 0.5
 """A loop runs the same two kernels one after the other so often, for this share of all its kernels."""
-_CHAIN = (*SMALL, "optimizer", "fill")
 _LARGE = 0.4
 """Kernels of a chain that take this share of its longest one handle as many numbers."""
 _MOST_CHAINS = 4
@@ -472,7 +472,7 @@ def _find_chain(evidence: Evidence, step: ReplayedStep, place: ChainPlace) -> li
 def _is_link(operation: Operation, skipped: frozenset[str]) -> bool:
     is_moved = operation.category == "copy" and operation.phase == BACKWARD
     is_own = _FOREACH not in operation.name and not is_recurrent(operation.name)
-    is_small = operation.is_alone and is_own and (is_moved or operation.category in _CHAIN)
+    is_small = operation.is_alone and is_own and (is_moved or operation.category in OF_CHAINS)
     return is_small and operation.phase != OPTIMIZER and operation.module not in skipped
 
 

@@ -20,6 +20,7 @@ from profkit.analysis.causes.changes import (
     stop_chosen_waits,
 )
 from profkit.analysis.causes.evidence import (
+    OF_CHAINS,
     WORTH_COMPILING,
     Cause,
     Evidence,
@@ -41,7 +42,6 @@ from profkit.analysis.step_replay.limits import OUTSIDE, Limit, LimitPart
 from profkit.analysis.step_replay.predict import StepChange
 from profkit.analysis.step_replay.ranks_together import ON_TIME
 from profkit.analysis.step_replay.steps import FROM_HOST, ReplayedStep
-from profkit.analysis.summary import SMALL
 from profkit.names import BACKWARD, DATA, FORWARD, OPTIMIZER, kind_of
 from profkit.run.edits import parse_edits
 from profkit.run.lines import LineTime
@@ -62,7 +62,6 @@ _READING_FUNCTIONS = ("torch.", "F.", "float", "int", "bool", "print")
 _MANY = 4
 """Launches of an optimizer's step from which on fewer are worth looking at."""
 _MANY_PARAMETERS = 16
-_OF_LOOP = (*SMALL, "optimizer", "fill")
 _SMALL_NS = 20_000
 _MOSTLY = 0.8
 """An optimizer of small kernels has so many of them: one that multiplies matrices is not much faster compiled."""
@@ -248,7 +247,7 @@ def _written_optimizer(evidence: Evidence) -> Iterator[Cause]:
         return
     parameters = sum(used.parameters for used in optimizers)
     kernels = [one for one in evidence.kernels if one.phase == OPTIMIZER]
-    small = [one for one in kernels if one.category in _OF_LOOP and one.duration_ns < _SMALL_NS]
+    small = [one for one in kernels if one.category in OF_CHAINS and one.duration_ns < _SMALL_NS]
     if any(used.is_torchs or not used.parameters for used in optimizers) or len(small) < _MOSTLY * len(kernels):
         return
     each = len(kernels) / parameters

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
+from itertools import compress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -313,13 +314,14 @@ def settle_waits(manifest: Manifest) -> Samples | None:
     waits. They get it as unevenly as the recorded ones. None if no step was timed without a profiler.
     """
     unprofiled, loading = manifest.unprofiled, manifest.loading
-    profiled = () if manifest.profiled is None else _usual_steps(manifest.profiled.steps)
+    recorded = () if manifest.profiled is None else manifest.profiled.steps
+    profiled = list(compress(recorded, ~mark_rare_steps(recorded)))
     if unprofiled is None or loading is None or not 0 < loading.burst_steps <= len(profiled):
         return unprofiled
-    longer_ns = _longer_for_data(_usual_steps(unprofiled.steps), profiled)
+    is_usual = ~mark_rare_steps(unprofiled.steps)
+    longer_ns = _longer_for_data(list(compress(unprofiled.steps, is_usual)), profiled)
     if longer_ns is None:
         return unprofiled
-    is_usual = ~mark_rare_steps(unprofiled.steps)
     waits_ns = np.zeros(len(is_usual))
     # The longest come first, since there may be fewer unprofiled steps than recorded ones.
     waits_ns[is_usual] = np.resize(sorted((step[_DATA_NS] for step in profiled), reverse=True), is_usual.sum())
@@ -329,10 +331,6 @@ def settle_waits(manifest: Manifest) -> Samples | None:
         for step, more in zip(unprofiled.steps, more_ns, strict=True)
     ]
     return replace(unprofiled, steps=tuple(steps))
-
-
-def _usual_steps(steps: Sequence[Mapping[str, int]]) -> list[Mapping[str, int]]:
-    return [step for step, is_rare in zip(steps, mark_rare_steps(steps), strict=True) if not is_rare]
 
 
 def _longer_for_data(unprofiled: Sequence[Mapping[str, int]], profiled: Sequence[Mapping[str, int]]) -> float | None:
