@@ -551,6 +551,32 @@ TRAINER = {"lines": [line(4 * MS, called="trainer.fit"), line(MS, "backward", "t
 ITEM = line(8 * MS, None, "loss.item", line=62, waits=1, waiting_ns=8 * MS)
 PACK = line(2 * MS, called="np.argsort", line=56)
 READS = [line(MS, "forward", "y.max().item", waits=1), line(MS, "backward", "float", waits=1, line=40)]
+
+
+def frozen(early: int, unread: int) -> tuple[Program, dict[str, Any]]:
+    """Return steps with two blocks and a head, of which so many blocks have gradients that no optimizer reads."""
+    backward = [within(f"backward/model/{module}", launch(NVJET, MS, 2)) for module in ("head", "blocks.1", "blocks.0")]
+    program = equal_steps(within("forward/model", launch(NVJET, MS, 3)), *backward, wait)
+    counts = {"instances": 2, "unread": unread, "early": early}
+    return program, works(
+        unread_gradients=[{"module": "blocks.*", "parameters": unread, "bytes": unread * MIB, **counts}]
+    )
+
+
+def table(used: int, *, is_unread: bool = False) -> tuple[Program, dict[str, Any]]:
+    """Return steps whose optimizer spends 4 ms, three quarters of it on a table of 1,000 rows."""
+    fill = within("backward/model/table", launch(FILL, MS), launch(NVJET, MS // 10))
+    program = equal_steps(
+        within("forward/model", launch(NVJET, MS)), fill, within("optimizer", launch(ADD, 4 * MS)), wait
+    )
+    unread = {"module": "table", "parameters": 1, "bytes": 3 * MIB, "instances": 1, "unread": 1, "early": 0}
+    counted = works(
+        tables=[{"module": "table", "rows": 1_000, "used": used, "bytes": 3 * MIB}],
+        unread_gradients=[unread] * is_unread,
+    )
+    return program, {**counted, "conditions": {"optimizers": [{**ADAMW, "fused": True, "parameter_bytes": 4 * MIB}]}}
+
+
 LATE = equal_steps(python(4 * MS), FORWARD)
 MADE_ON_CPU = equal_steps(python(4 * MS), copy(2 * MS), FORWARD)
 LONG = within("forward", launch(NVJET, 100_000, 100))
@@ -626,6 +652,9 @@ NEARLY: list[Case] = [
     # Each takes as long for its batches as four steps.
     ("loader", *with_workers(0, 64, 20 * MS, launch(NVJET, 5 * MS), wait)),
     ("padding", *padded(950)),
+    ("unread-gradients", *frozen(0, 0)),
+    ("dense-gradients", *table(995)),
+    ("dense-gradients", *table(10, is_unread=True)),
     ("padding", padded(0)[0], works(padding={"positions": 0, "in_longest": 0, "used": 0})),
     # The CPUs have no room for more workers.
     ("loader", *with_workers(3 * MS, 4, 20 * MS)),
@@ -778,6 +807,9 @@ NAMED: dict[str, Case] = {
     "the same, and most of the step is the wait": ("loader", *slow_dataset(55 * MS, 190 * MS, batch_ns=220 * MS)),
     "the same, which a full queue hides": ("loader", *slow_dataset(0, 15 * MS, launch(NVJET, 2 * MS), wait)),
     "samples that are padded": ("padding", *padded(250)),
+    "a block whose backward pass nobody needs": ("unread-gradients", *frozen(1, 1)),
+    "blocks whose own gradients nobody reads": ("unread-gradients", *frozen(0, 2)),
+    "a table's gradient of zeros": ("dense-gradients", *table(100)),
     "products beside bursts that no worker is slow for": ("tf32", *waits_in_bursts(4 * MS, *IN_FP32)),
     "waits for which the GPU runs out of work": ("waits", equal_steps(within("forward", *WAITS)), {"lines": [MEAN]}),
     "tables that are moved to the GPU again and again": (

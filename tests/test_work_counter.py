@@ -42,7 +42,7 @@ from profkit.models import (  # noqa: E402
 )
 from profkit.models.transformer import TransformerLM  # noqa: E402
 from profkit.run.recording import Order  # noqa: E402
-from profkit.run.work import read_work  # noqa: E402
+from profkit.run.work import DenseTable, UnreadGradients, read_work  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
@@ -473,6 +473,37 @@ def test_a_step_that_never_came_or_did_not_end_is_not_counted(tmp_path: Path) ->
     step.end()
     assert not list(tmp_path.iterdir())
     assert step.why_not is not None
+
+
+@pytest.mark.parametrize("steps_table", [True, False])
+def test_gradients_that_no_optimizer_reads_are_counted_with_what_nobody_needs_before_them(*, steps_table: bool) -> None:
+    table, tied = nn.Embedding(100, 8), nn.Embedding(50, 8)
+    blocks, head = [nn.Linear(8, 8) for _ in range(2)], nn.Linear(8, 50, bias=False)
+    head.weight = tied.weight
+    modules = {"table": table, "blocks.0": blocks[0], "blocks.1": blocks[1], "head": head, "tied": tied}
+    model = nn.ModuleDict({name.replace(".", "_"): module for name, module in modules.items()})
+    names = {module: name for name, module in modules.items()}
+    counter = WorkCounter()
+    counter.start()
+    x = torch.tensor([[1, 2, 2]])
+    with annotate("forward"):
+        with annotate("tied"):
+            looked_up = tied(x)
+        for name in list(modules)[:-1]:
+            with annotate(name):
+                x = modules[name](x)
+    with annotate("backward"), annotate("table"):
+        (x.sum() + looked_up.sum()).backward()
+    stepped = {id(one) for module in (blocks[1], *[table] * steps_table) for one in module.parameters()}
+    counter.optimizer_stepped([model], names.get, stepped)
+    counter.stop()
+    work = counter.content()
+    assert work.tables == (DenseTable("table", rows=100, used=3, bytes=100 * 8 * 4),)
+    first_block = UnreadGradients("blocks.*", 2, 72 * 4, instances=2, unread=1, early=0 if steps_table else 1)
+    early_table = UnreadGradients("table", 1, 100 * 8 * 4, instances=1, unread=1, early=1)
+    shared = UnreadGradients("tied", 1, 50 * 8 * 4, instances=1, unread=1, early=1)
+    of_head = UnreadGradients("head", 1, 50 * 8 * 4, instances=1, unread=1, early=0)
+    assert work.unread_gradients == (shared, *[early_table] * (not steps_table), first_block, of_head)
 
 
 def test_modes_of_the_program_stay_as_it_puts_them_on_and_takes_them_off(tmp_path: Path) -> None:

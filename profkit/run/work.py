@@ -116,13 +116,42 @@ class Padding:
 
 
 @dataclass(frozen=True)
+class UnreadGradients:
+    """Modules of one kind (``*`` for their numbers) and the gradients in them that no optimizer reads.
+
+    ``parameters`` have such a gradient, of so many ``bytes`` together, in ``unread`` of the ``instances``. In ``early``
+    of these nothing of the backward pass is needed: no parameter that is stepped comes before them in the forward pass.
+    """
+
+    module: RangeName
+    parameters: int
+    bytes: int
+    instances: int
+    unread: int
+    early: int
+
+
+@dataclass(frozen=True)
+class DenseTable:
+    """Embedding tables of one kind whose gradients have all their ``rows``, of ``bytes`` together.
+
+    A step's indices name at most ``used`` of the rows; the others are zeros.
+    """
+
+    module: RangeName
+    rows: int
+    used: int
+    bytes: int
+
+
+@dataclass(frozen=True)
 class RunWork:
     """The content of ``work.json``.
 
     ``dtype`` is the one in which most of the FLOPs are done, None where there are none; ``model_flops`` those that the
     model asks for in a step, forward and backward, whatever is computed again: what MFU counts (Chowdhery et al. 2022,
-    appendix B). ``missing`` names operators without a formula. Files of before December 2026 have no ``lines`` and
-    no ``padding``, which is None where no call had a mask.
+    appendix B). ``missing`` names operators without a formula. Files of before December 2026 have no ``lines``,
+    ``unread_gradients`` and ``tables``, and no ``padding``, which is None where no call had a mask.
     """
 
     version: int
@@ -133,6 +162,8 @@ class RunWork:
     missing: tuple[OperatorName, ...]
     lines: tuple[OperatorLine, ...] = ()
     padding: Padding | None = None
+    unread_gradients: tuple[UnreadGradients, ...] = ()
+    tables: tuple[DenseTable, ...] = ()
 
     def find(self, path: tuple[str, ...]) -> RangeWork | None:
         return next((work for work in self.ranges if work.path == path), None)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from profkit.analysis.causes.data import DATA_ROWS
 from profkit.analysis.causes.evidence import COMPARE, DRAINED_STEP, MEAN_STEP, Cause, Evidence, Interval, SourceLine
+from profkit.analysis.causes.gradients import GRADIENTS
 from profkit.analysis.causes.host import HOST, NOTES
 from profkit.analysis.causes.kernels import KERNELS
 from profkit.analysis.causes.launches import LAUNCHES, RANKS
@@ -64,7 +65,17 @@ _OPERATORS: dict[str, Callable[[OperatorLine], float]] = {
 
 Row = Callable[[Evidence], Iterator[Cause]]
 
-ROWS: tuple[Row, ...] = (*DATA_ROWS, *HOST, *LAUNCHES, *KERNELS, *RECURRENT, *MEMORY, *RANKS, find_causes_on_cpu)
+ROWS: tuple[Row, ...] = (
+    *DATA_ROWS,
+    *HOST,
+    *LAUNCHES,
+    *KERNELS,
+    *RECURRENT,
+    *GRADIENTS,
+    *MEMORY,
+    *RANKS,
+    find_causes_on_cpu,
+)
 """The table: each row yields the causes of one kind for which a capture holds evidence."""
 
 

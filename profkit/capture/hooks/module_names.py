@@ -128,6 +128,11 @@ class ModuleNames:
         """Return what is known of the module, or of the wrapper that stands for it; None if no known model has it."""
         return self.parts.get(id(module)) or self._of_wrapped.get(module)
 
+    def range_of(self, module: nn.Module) -> str | None:
+        """Return the name of the module's range, None if it has none."""
+        part = self.part(module)
+        return None if part is None else part.range
+
     def _paths_with_range(self, model: nn.Module) -> frozenset[str]:
         if self._depth == BY_TREE:
             paths, left_out = reach_by_tree(model)

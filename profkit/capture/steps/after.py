@@ -145,6 +145,7 @@ class CountedStep:
             self._around.enter_context(annotate(WARMUP))
         self._counter = WorkCounter()
         self._hooks.on_backward, self._hooks.on_call = self._counter.backward_begins, self._counter.model_called
+        self._hooks.on_optimizer = self._optimizer_stepped
         self._counter.start()
 
     def end(self, *, keeps_ranges: bool = False) -> None:
@@ -166,10 +167,15 @@ class CountedStep:
         """Count no more, and leave nothing: the step is not whole, or this process is a forked copy."""
         counter, self._counter, self.is_on = self._counter, None, False
         if counter is not None:
-            self._hooks.on_backward = self._hooks.on_call = None
+            self._hooks.on_backward = self._hooks.on_call = self._hooks.on_optimizer = None
             counter.stop()
             self._around.close()
         return counter
+
+    def _optimizer_stepped(self) -> None:
+        assert self._counter is not None
+        hooks = self._hooks
+        self._counter.optimizer_stepped(hooks.steps.models, hooks.names.range_of, hooks.optimizers.parameters())
 
     def _forbidden(self, rank: int | None) -> str | None:
         if _get_current_dispatch_mode() is not None:

@@ -72,6 +72,11 @@ class UsedOptimizers:
             self._known.add(optimizer)
             self.described[describe_optimizer(optimizer)] = None
 
+    def parameters(self) -> set[int]:
+        """Return the ids of the parameters of all these optimizers that are still there."""
+        groups = (group for optimizer in self._known for group in optimizer.param_groups)
+        return {id(parameter) for group in groups for parameter in group["params"]}
+
 
 def describe_optimizer(optimizer: Optimizer) -> UsedOptimizer:
     """Return an optimizer's class, its flags in any group of parameters, and what it has on this process's device."""

@@ -16,13 +16,14 @@ import re
 import sys
 import threading
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from itertools import takewhile
 from types import FrameType
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode, _push_mode
 
 from profkit.annotation import RangeObserver, ignore_ranges, observe_ranges
@@ -31,6 +32,7 @@ from profkit.capture.compiled.watch import loaded
 from profkit.capture.line_samples import Place, describe, find_place
 from profkit.capture.steps.conditions import count_compiled_graphs
 from profkit.capture.work import Instance, Products, WorkAccount, summarize_work
+from profkit.capture.work.gradients import Parameters, RangeOf
 from profkit.capture.work.operator_work import (
     Buffers,
     GraphPart,
@@ -40,7 +42,7 @@ from profkit.capture.work.operator_work import (
     describe_call,
     replay_observers,
 )
-from profkit.capture.work.operators import base_name, has_other_gradient
+from profkit.capture.work.operators import base_name, has_other_gradient, name_arguments
 from profkit.names import (
     BACKWARD,
     COUNTED,
@@ -53,10 +55,11 @@ from profkit.names import (
     read_launch_range,
 )
 from profkit.run.compiled_code import Launch
-from profkit.run.work import FUSED, OperatorLine, Padding, RunWork
+from profkit.run.work import FUSED, DenseTable, OperatorLine, Padding, RunWork, UnreadGradients
 
 _COMPILED = "compiled code"
 _REPLAY = "replayed CUDA graphs"
+_DENSE_GRADIENTS = ("embedding_dense_backward", "_embedding_bag_dense_backward")
 _STEP = re.compile(rf"{STEP} \d+|{WARMUP}|{COUNTED}")
 
 _OperatorPlace = tuple[tuple[str, ...], str, str, Place]
@@ -120,6 +123,9 @@ class WorkCounter(OperatorMode, RangeObserver):
         self._lines: dict[_OperatorPlace, Counter[str]] = {}
         self._padding: list[tuple[int, torch.Tensor]] = []
         self._looks_at_padding = False
+        self._tables: dict[tuple[str, tuple[int, ...]], Counter[str]] = {}
+        self._shared_shapes: set[tuple[int, ...]] = set()
+        self._unread: dict[str, UnreadGradients] = {}
         self._model_flops = 0
         self._work: dict[tuple[str, ...], Any] = {}
         self._is_entered = False
@@ -158,6 +164,16 @@ class WorkCounter(OperatorMode, RangeObserver):
         finally:
             self._looks_at_padding = False
 
+    def optimizer_stepped(self, models: Sequence[nn.Module], range_of: RangeOf, stepped: Collection[int]) -> None:
+        """An optimizer's step has ended, with gradients still there; ``stepped``: the ids of all optimizers' own."""
+        try:
+            parameters = Parameters(models, range_of)
+            self._shared_shapes |= parameters.shapes_of_shared()
+            for unread in parameters.find_unread(stepped, self._account.instances):
+                self._unread[unread.module] = unread
+        except Exception as error:  # the program goes on
+            self.failure = f"looking at gradients failed ({describe_error(error)})"
+
     def stop(self) -> None:
         self._leave()
         ignore_ranges(self)
@@ -188,7 +204,21 @@ class WorkCounter(OperatorMode, RangeObserver):
         work = summarize_work(self._work, self._model_flops, self._missing)
         counts = [(positions, *used.tolist()) for positions, used in self._padding]
         padding = Padding(*map(sum, zip(*counts, strict=True))) if counts else None
-        return replace(work, lines=tuple(_describe_lines(self._lines)), padding=padding)
+        return replace(
+            work,
+            lines=tuple(_describe_lines(self._lines)),
+            padding=padding,
+            unread_gradients=tuple(self._unread.values()),
+            tables=tuple(self._describe_tables()),
+        )
+
+    def _describe_tables(self) -> Iterator[DenseTable]:
+        kinds: dict[str, Counter[str]] = {}
+        for (module, shape), sums in self._tables.items():
+            if shape not in self._shared_shapes:
+                kinds.setdefault(module, Counter()).update(sums)
+        for module, sums in kinds.items():
+            yield DenseTable(module, sums["rows"], sums["used"], sums["bytes"])
 
     def opening(self, name: str) -> None:
         with self._lock:
@@ -279,6 +309,8 @@ class WorkCounter(OperatorMode, RangeObserver):
                 if work is not None:
                     self._did(work, threading.get_ident())
                     self._note_line(work, sys._getframe(1))
+                    if work.name in _DENSE_GRADIENTS:
+                        self._note_table(returned, name_arguments(func, args, kwargs)["indices"])
         except Exception as error:  # the program goes on
             self.failure = f"counting {base_name(func)} failed ({describe_error(error)})"
 
@@ -307,6 +339,13 @@ class WorkCounter(OperatorMode, RangeObserver):
         sums["count"] += 1
         sums["flops"] += work.products.flops
         sums["bytes"] += sum(access.bytes for access in (*work.reads, *work.writes))
+
+    def _note_table(self, gradient: torch.Tensor, indices: torch.Tensor) -> None:
+        path, shape = self._innermost().path, tuple(gradient.shape)
+        sums = self._tables.setdefault((kind_of(path[-1]) if path else "", shape), Counter())
+        sums["rows"] += shape[0]
+        sums["used"] += min(shape[0], indices.numel())
+        sums["bytes"] += gradient.numel() * gradient.element_size()
 
 
 def _describe_lines(lines: dict[_OperatorPlace, Counter[str]]) -> Iterator[OperatorLine]:
