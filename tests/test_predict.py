@@ -13,7 +13,7 @@ import pytest
 from profkit import read_trace
 from profkit.analysis.step_replay import COPY, LAUNCH, WAIT
 from profkit.analysis.step_replay.calibrate import AS_RECORDED, PAUSE_NS, Fit, find_phases, fit_host
-from profkit.analysis.step_replay.edits import ProgramFacts
+from profkit.analysis.step_replay.facts import ProgramFacts
 from profkit.analysis.step_replay.predict import predict_time
 from profkit.analysis.step_replay.replay import Constants, prepare, prove, run
 from profkit.analysis.step_replay.steps import FROM_HOST, ReplayedStep, StepReplay

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from profkit.analysis.efficiency.summary import EfficiencyResult
     from profkit.analysis.lines import LinesResult
     from profkit.analysis.memory.opened_snapshot import OpenedSnapshot
-    from profkit.analysis.step_replay.edits import ProgramFacts
+    from profkit.analysis.step_replay.facts import ProgramFacts
     from profkit.analysis.step_replay.lanes import StepLanes
     from profkit.analysis.step_replay.limits import StepLimits
     from profkit.analysis.step_replay.predict import Prediction, TimeAnswer
@@ -232,7 +232,7 @@ class OpenedTrace:
     @cached_property
     def program_facts(self) -> ProgramFacts:
         from profkit.analysis.efficiency import read_run_facts
-        from profkit.analysis.step_replay.edits import ProgramFacts
+        from profkit.analysis.step_replay.facts import ProgramFacts
         from profkit.run.manifest import (
             Conditions,
             Loading,

@@ -10,19 +10,19 @@ from dataclasses import replace
 from functools import cache
 
 from profkit.analysis.step_replay import COPY, HOST, LAUNCH, WAIT, StepColumns, kernel_edits
+from profkit.analysis.step_replay.data_waits import have_batches_come
 from profkit.analysis.step_replay.edits import (
     Setting,
-    World,
     change_durations,
     drop_calls,
     drop_operations,
     drop_waits_of_line,
     foreach_time,
     fused_time,
-    have_batches_come,
     merge_launches,
     stop_waiting,
 )
+from profkit.analysis.step_replay.facts import World
 from profkit.analysis.step_replay.kernel_edits import SMALLEST_NS, scale_batch
 from profkit.analysis.step_replay.limits import OUTSIDE
 from profkit.analysis.step_replay.predict import StepChange

@@ -17,7 +17,7 @@ from profkit.analysis.causes.evidence import (
     name_times,
     source_line,
 )
-from profkit.analysis.step_replay.edits import World
+from profkit.analysis.step_replay.facts import World
 from profkit.analysis.summary import WORTH
 from profkit.names import BACKWARD, DATA, FORWARD, LOSS
 from profkit.run.lines import LineTime

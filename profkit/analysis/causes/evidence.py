@@ -17,7 +17,8 @@ import numpy as np
 from profkit.analysis.causes.changes import NOTHING
 from profkit.analysis.intervals import unite
 from profkit.analysis.step_replay.calibrate import AS_RECORDED
-from profkit.analysis.step_replay.edits import ProgramFacts, World, find_pageable_copies
+from profkit.analysis.step_replay.edits import find_pageable_copies
+from profkit.analysis.step_replay.facts import ProgramFacts, World
 from profkit.analysis.step_replay.limits import OUTSIDE, StepLimits
 from profkit.analysis.step_replay.predict import (
     StepChange,

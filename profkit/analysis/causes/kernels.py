@@ -29,7 +29,7 @@ from profkit.analysis.causes.evidence import (
     source_line,
 )
 from profkit.analysis.kernels import product_dtype
-from profkit.analysis.step_replay.edits import World
+from profkit.analysis.step_replay.facts import World
 from profkit.analysis.step_replay.kernel_edits import is_convolution, is_recurrent
 from profkit.analysis.step_replay.limits import OUTSIDE, Limit
 from profkit.analysis.step_replay.predict import StepChange

@@ -36,7 +36,8 @@ from profkit.analysis.ranks.comparison import RankSummary
 from profkit.analysis.ranks.culprit import Culprit
 from profkit.analysis.ranks.own_time import BEFORE
 from profkit.analysis.ranks.own_time import Cause as WhyLate
-from profkit.analysis.step_replay.edits import World, find_zeroed_gradients
+from profkit.analysis.step_replay.edits import find_zeroed_gradients
+from profkit.analysis.step_replay.facts import World
 from profkit.analysis.step_replay.kernel_edits import COMPILED_PHASES, find_fusable, has_recurrent_layers
 from profkit.analysis.step_replay.limits import OUTSIDE, Limit, LimitPart
 from profkit.analysis.step_replay.predict import StepChange

@@ -9,7 +9,7 @@ from itertools import groupby
 
 from profkit.analysis.causes.changes import By, call_once, fuse, remove_operations, scale_operations
 from profkit.analysis.causes.evidence import Cause, Evidence, Operation, name_times
-from profkit.analysis.step_replay.edits import World
+from profkit.analysis.step_replay.facts import World
 from profkit.analysis.step_replay.kernel_edits import is_convolution
 from profkit.analysis.step_replay.predict import StepChange
 from profkit.analysis.step_replay.steps import ReplayedStep

@@ -1,7 +1,7 @@
 """Edits of a program as changes of a step's columns, and how long the step would take with them.
 
 Each edit is a function of a step that is ready to run. What an edit leaves open (how few launches a fused optimizer
-has, which of several waits a line makes) it answers in three `Worlds`: the step is run in all of them, at every speed
+has, which of several waits a line makes) it answers in three worlds (`facts.World`): the step is run in all of them, at every speed
 of the host that fits. The step after is the unprofiled one and what the change adds to the replay.
 
 A dropped call takes no time, and a dropped operation neither: rows stay, so that all columns keep their numbers.
@@ -9,27 +9,21 @@ A dropped call takes no time, and a dropped operation neither: rows stay, so tha
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from itertools import accumulate, groupby
 from pathlib import PurePath
-from typing import Literal, NamedTuple
-
-import numpy as np
 
 from profkit.analysis.step_replay import COPY, HOST, LAUNCH, NONE, WAIT, StepColumns
 from profkit.analysis.step_replay.calibrate import PAUSE_NS
+from profkit.analysis.step_replay.facts import ProgramFacts, World
 from profkit.analysis.step_replay.limits import OUTSIDE
-from profkit.analysis.step_replay.replay import Constants, run_steadily
+from profkit.analysis.step_replay.replay import Constants
 from profkit.analysis.step_replay.steps import FROM_HOST, ReplayedStep
 from profkit.names import BACKWARD, DATA, FORWARD, OPTIMIZER
 from profkit.run.edits import read_factor
 from profkit.run.lines import LineTime, join_at_places
-
-World = Literal["least", "expected", "most"]
-WORLDS: tuple[World, ...] = ("least", "expected", "most")
 
 _BANDWIDTH = {"least": 0.9, "expected": 0.75, "most": 0.6}
 """What a fused optimizer reaches of the memory's peak."""
@@ -44,22 +38,6 @@ _GRAPH_NODE_NS = {"least": 0, "expected": 300, "most": 1_000}
 """What the launch of a CUDA graph takes for each of its kernels."""
 _NODE_GAP_NS = {"least": 60, "expected": 150, "most": 1_000}
 """What passes between two kernels of a CUDA graph; on an H200 it was 0.1 µs (median; mean 0.4)."""
-FETCH_NS = {"least": 50_000, "expected": 250_000, "most": 900_000}
-"""What a batch takes to come from a worker that has it ready."""
-_CROWDED = {"least": 1.0, "expected": 1.1, "most": 1.5}
-"""How many times longer a worker takes for a batch than one process that has the machine's CPU to itself."""
-_CROWDED_CORES = {"least": 1.0, "expected": 1.35, "most": 1.6}
-"""The same where all CPUs are at work: these mostly are threads of half as many cores."""
-_UNEVEN = {"least": 1.0, "expected": 1.0, "most": 1.2}
-"""How much slower than their mean workers may make batches for as long as those that are ready last.
-
-Where no worker's time for a batch is known, that is open by more.
-"""
-_WAITING_ROUNDS, _IN_TIME = 12, 0.01
-_LEAST_BUSY = 0.25
-"""No worker is taken to keep less of a CPU busy."""
-_KEPT_WAITING = 0.1
-"""A step that waits for data for more than this share has its workers at work all the time."""
 _PINNED_BYTES_PER_S = {"least": 55e9, "expected": 40e9, "most": 12e9}
 _HELD_NS = 100_000
 """A copy from pinned memory returns sooner than this."""
@@ -80,87 +58,12 @@ _SUM_TO_FILL = 3
 _MOST_NAMED = 3
 _SUM = "CUDAFunctor_add"
 """What torch's kernels are called that add two tensors."""
-_FIRST_BATCHES = {"least": 0, "expected": 1, "most": 2}
-"""How many times what a worker usually takes for a batch an epoch's first one takes: all workers begin at once."""
 _AGAIN = {"least": 1.0, "expected": 1.5, "most": 2.0}
 """How many times the Python of a forward pass its repetition takes, with what the wrapper adds to both."""
 
 
 class CannotPredictError(Exception):
     """The recording says too little for an edit, or its effect cannot be replayed; the message says why."""
-
-
-@dataclass(frozen=True)
-class ProgramFacts:
-    """What is known of the program besides its trace.
-
-    ``lines`` are the lines of source behind its unprofiled steps, and ``callers`` what lines that called others took in
-    them. ``optimizer_bytes`` is what a fused optimizer moves,
-    None if torch has none for it; ``bytes_per_s`` the memory's peak. The data loader has ``workers`` processes, each of
-    which takes ``batch_ns`` for what a step needs, None if that is not known. They are started anew for each epoch of
-    ``epoch_batches`` batches, 0 if they stay; until the first batch comes that takes ``restart_ns``, shared among the
-    epoch's steps. The machine has ``cpus``, None if that is not known, of which a worker keeps ``worker_cpus`` busy;
-    torch computes with ``threads`` in the program, and with one in each worker.
-    """
-
-    lines: Sequence[LineTime] | None = None
-    callers: Sequence[LineTime] = ()
-    optimizer_bytes: int | None = None
-    bytes_per_s: float | None = None
-    batch_ns: int | None = None
-    workers: int = 0
-    epoch_batches: int = 0
-    restart_ns: int = 0
-    cpus: int | None = None
-    worker_cpus: float = 1.0
-    threads: int = 1
-    detects_anomalies: bool = False
-
-    @property
-    def room(self) -> int | None:
-        """For how many workers the CPUs have room, None if that is not known: those that wait for files share one."""
-        return None if self.cpus is None else max(2, int(self.cpus / max(self.worker_cpus, _LEAST_BUSY)))
-
-    def saved_by_keeping_workers(self, world: World) -> int:
-        """Return by how much a step is shorter, on average, if workers stay: an epoch's first batch is waited for."""
-        first_ns = (self.batch_ns or 0) * _FIRST_BATCHES[world]
-        return max(0, round(self.restart_ns - first_ns / max(self.epoch_batches, 1)))
-
-    def batches_at_once(self, workers: int, world: World) -> float:
-        """Return how many batches workers make in the time that one alone takes for one; more never make less.
-
-        The workers beyond half of the CPUs' room share cores with the others.
-        """
-        if self.room is None:
-            return workers / _CROWDED[world]
-        half, busy = self.room / 2, min(workers, self.room)
-        on_all = self.room / _CROWDED_CORES[world]
-        return float(np.interp(busy, [0, half, self.room], [0, half / _CROWDED[world], on_all]))
-
-    def slower_beside(self, workers: float, world: World) -> float:
-        """Return how many times longer the program's Python takes while so many workers are at work."""
-        if not self.cpus:
-            return 1.0
-        return 1 + (_CROWDED_CORES[world] - 1) * min(1.0, workers * self.worker_cpus / self.cpus)
-
-    def batch_in_worker(self, waited_ns: int, world: World) -> int | None:
-        """Return what a worker takes for a batch, as known, or as what the program takes itself says: ``waited_ns``.
-
-        By how much torch's operations are slower on one thread is open: not at all, or as many times as it has cores,
-        of each of which two of its threads may run on one.
-        """
-        if self.workers:
-            return self.batch_ns
-        slower = {"least": 1.0, "expected": math.sqrt(self.threads), "most": max(1.0, self.threads / 2)}[world]
-        return round(waited_ns * (1 + self._torchs_share() * (slower - 1)))
-
-    def _torchs_share(self) -> float:
-        loading = [line for line in self.lines or () if line.phase == DATA and line.thread == "main"]
-        in_torch = [line for line in loading if (line.called or "").startswith(_TORCHS)]
-        return sum(line.time_ns for line in in_torch) / max(1, sum(line.time_ns for line in loading))
-
-
-_TORCHS = ("torch.", "F.", "nn.functional.")
 
 
 @dataclass(frozen=True)
@@ -425,113 +328,6 @@ def _drop_time(columns: StepColumns, setting: Setting, lines: Sequence[LineTime]
             is_all = taken_ns and pauses[call] > PAUSE_NS and rest_ns <= 2 * line.error_ns and setting.world != "most"
             gap[call] -= taken_ns + (rest_ns if is_all else 0)
             left_ns -= taken_ns
-    return replace(columns, gap_ns=gap)
-
-
-def change_workers(columns: StepColumns, setting: Setting) -> StepColumns:
-    """Batches are ready in time, or as soon as so many workers can make them; the step no longer makes them itself."""
-    facts, workers = setting.facts, int(setting.argument)
-    if not workers:
-        raise CannotPredictError("what the program takes itself for a batch is not known; `profkit try` measures it")
-    waits = _find_data_waits(columns, setting)
-    batch_ns = facts.batch_in_worker(waits.whole_ns, setting.world)
-    is_fewer = workers < facts.workers
-    if batch_ns is None or not (waits.whole_ns or is_fewer):
-        raise CannotPredictError("the step does not wait for data, or how long a worker takes for a batch is not known")
-    step_ns = run_steadily(columns, setting.constants).step_ns
-    if waits.whole_ns > _KEPT_WAITING * step_ns:
-        batch_ns = max(batch_ns, facts.workers * step_ns)
-    in_time_ns = run_steadily(waits.remove_from(columns), setting.constants).step_ns
-    at_work = min(workers, batch_ns / max(in_time_ns, 1))
-    before, after = (facts.slower_beside(count, setting.world) for count in (facts.workers, at_work))
-    uneven = _UNEVEN[setting.world] if facts.workers else 1.0
-    every_ns = round(uneven * batch_ns / facts.batches_at_once(workers, setting.world))
-    most_ns = every_ns if is_fewer else None
-    return have_batches_come(columns, setting, every_ns, most_ns=most_ns, slower=max(1.0, after / before))
-
-
-class _DataWaits(NamedTuple):
-    """A step's waits for data by the call before which they lie, and what one of many steps waits for the others."""
-
-    of_calls: dict[int, int]
-    late_ns: int
-
-    @property
-    def whole_ns(self) -> int:
-        return sum(self.of_calls.values()) + self.late_ns
-
-    def remove_from(self, columns: StepColumns) -> StepColumns:
-        gap = list(columns.gap_ns)
-        for call, wait_ns in self.of_calls.items():
-            gap[call] -= wait_ns
-        return replace(columns, gap_ns=gap, late_ns=columns.late_ns - self.late_ns)
-
-
-def _find_data_waits(columns: StepColumns, setting: Setting) -> _DataWaits:
-    waits = {
-        call: min(phases[DATA], columns.gap_ns[call])
-        for call, phases in enumerate(setting.step.gap_phases)
-        if phases.get(DATA) and columns.gap_ns[call] > 0
-    }
-    is_late = not setting.facts.workers or _are_workers_slow(columns, setting)
-    return _DataWaits(waits, columns.late_ns if is_late else 0)
-
-
-def have_batches_come(
-    columns: StepColumns, setting: Setting, every_ns: int, *, most_ns: int | None = None, slower: float = 1.0
-) -> StepColumns:
-    """Return the step for which a batch comes every so often: in time, or it waits, by no more than it does now.
-
-    With ``most_ns`` it waits by no more than that. The host takes ``slower`` times as long beside the workers.
-    """
-    waits = _find_data_waits(columns, setting)
-    first, fetch_ns = next(iter(waits.of_calls), 0), min(waits.whole_ns, FETCH_NS[setting.world])
-    ready = _lengthen_gap(slow_host(waits.remove_from(columns), slower), first, fetch_ns)
-    if waits.late_ns:
-        left_ns = every_ns - run_steadily(ready, setting.constants).step_ns
-        return replace(ready, late_ns=min(max(0, left_ns), waits.late_ns if most_ns is None else most_ns))
-    most_ns = waits.whole_ns - fetch_ns if most_ns is None else most_ns
-    return _wait_for_batches(ready, first, every_ns, most_ns, setting)
-
-
-def keep_waiting(columns: StepColumns, before: StepColumns, setting: Setting) -> StepColumns:
-    """Return a changed step that is no shorter than ``before`` if that waits for batches, which come no faster."""
-    if not before.late_ns or not _are_workers_slow(before, setting):
-        return columns
-    before_ns, after_ns = (run_steadily(step, setting.constants).step_ns for step in (before, columns))
-    return replace(columns, late_ns=columns.late_ns + max(0, before_ns - after_ns))
-
-
-def _are_workers_slow(columns: StepColumns, setting: Setting) -> bool:
-    """Return whether workers may take as long for a batch as the step without its longest waits.
-
-    If not, these have another reason: workers that start anew, or a file that is late.
-    """
-    facts = setting.facts
-    if not facts.workers or facts.batch_ns is None:
-        return False
-    in_time_ns = run_steadily(replace(columns, late_ns=0), setting.constants).step_ns
-    return facts.batch_ns >= facts.batches_at_once(facts.workers, "most") * in_time_ns
-
-
-def _wait_for_batches(columns: StepColumns, call: int, every_ns: int, most_ns: int, setting: Setting) -> StepColumns:
-    """Return the step that a batch comes in time for only every so often: it waits before a call, by so much at most.
-
-    While the GPU has work, a wait may pass unseen: it grows until the step is as long.
-    """
-    waited_ns, waiting = 0, columns
-    for _ in range(_WAITING_ROUNDS):
-        late_ns = every_ns - run_steadily(waiting, setting.constants).step_ns
-        if late_ns <= _IN_TIME * every_ns or waited_ns == most_ns:
-            break
-        waited_ns = min(most_ns, waited_ns + late_ns)
-        waiting = _lengthen_gap(columns, call, waited_ns)
-    return waiting
-
-
-def _lengthen_gap(columns: StepColumns, call: int, by_ns: int) -> StepColumns:
-    gap = list(columns.gap_ns)
-    gap[call] += by_ns
     return replace(columns, gap_ns=gap)
 
 

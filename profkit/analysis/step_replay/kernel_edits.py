@@ -14,13 +14,13 @@ from profkit.analysis.step_replay import COPY, StepColumns
 from profkit.analysis.step_replay.edits import (
     CannotPredictError,
     Setting,
-    World,
     change_durations,
     drop_calls,
     drop_operations,
     find_rows,
     stop_waiting,
 )
+from profkit.analysis.step_replay.facts import World
 from profkit.analysis.step_replay.limits import OUTSIDE
 from profkit.analysis.step_replay.steps import ReplayedStep
 from profkit.names import BACKWARD, DATA, FORWARD, OPTIMIZER

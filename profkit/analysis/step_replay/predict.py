@@ -11,26 +11,23 @@ from typing import TYPE_CHECKING, Any
 from profkit.analysis import NotebookResult
 from profkit.analysis.step_replay import StepColumns
 from profkit.analysis.step_replay.calibrate import USUAL_HOST, Fit, describe_replay
+from profkit.analysis.step_replay.data_waits import change_workers, keep_waiting
 from profkit.analysis.step_replay.edits import (
-    WORLDS,
     CannotPredictError,
     Change,
-    ProgramFacts,
     Setting,
-    World,
     add_checkpoints,
     change_cpu,
     change_optimizer,
-    change_workers,
     drop_checkpoints,
     drop_python_of_line,
     drop_waits_of_line,
     drop_zeroed_gradients,
-    keep_waiting,
     launch_as_graph,
     pin_memory,
     slow_host,
 )
+from profkit.analysis.step_replay.facts import WORLDS, ProgramFacts, World
 from profkit.analysis.step_replay.kernel_edits import (
     benchmark_convolutions,
     change_batch,
