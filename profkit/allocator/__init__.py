@@ -56,11 +56,7 @@ def round_sizes(requested_bytes: Ints, settings: Settings) -> Ints:
 
 
 def smallest_rests(rounded_bytes: Ints, settings: Settings, is_expandable: bool) -> Ints:
-    """Return for each rounded size the smallest rest that is split off; a smaller rest stays with the block.
-
-    Args:
-        is_expandable: whether the memory lies in expandable segments.
-    """
+    """Return for each rounded size the smallest rest that is split off; a smaller rest stays with the block."""
     if is_expandable:
         return np.full(len(rounded_bytes), MIN_BLOCK_BYTES, dtype=np.int64)
     large = np.where(rounded_bytes < settings.max_split_size_bytes, SMALL_BYTES + MIN_BLOCK_BYTES, NEVER)

@@ -389,10 +389,7 @@ class Heap:
             self._release_segment(key & ADDRESS, position)
 
     def _collect(self, position: float) -> None:
-        """Release the older cached segments above the threshold (``garbage_collect_cached_blocks``).
-
-        The age of a segment is how many large requests came since its last block was freed.
-        """
+        """Release the older cached segments above the threshold (``garbage_collect_cached_blocks``)."""
         requests, lists = self._requests, np.array(self._list_of)
         limit = int(self._settings.garbage_collection_threshold * (self._limit.capacity_bytes if self._limit else 0))
         target = self.reserved_bytes - limit

@@ -221,10 +221,7 @@ def _add_free(start: Start, begin: int, end: int) -> None:
 
 
 def _pad(start: Start, row: int, limit: int, is_expandable: bool, settings: Settings | None) -> None:
-    """Give a block that was freed meanwhile the bytes that the gap up to ``limit`` proves, or note the doubt.
-
-    Without ``settings`` all that belongs to it under any settings is in doubt.
-    """
+    """Give a block that was freed meanwhile the bytes that the gap up to ``limit`` proves, or note the doubt."""
     size = start.size_bytes[row]
     gap = limit - (start.address[row] + size)
     if start.final_block[row] >= 0 or size <= SMALL_BYTES or gap <= 0 or (is_expandable and settings is not None):

@@ -345,7 +345,6 @@ def _find_broken_sums(replay: Replay, curves: Curves) -> dict[str, int]:
 
 
 def _curve(replay: Replay, end: Ints, weight: Ints) -> Ints:
-    """Return the sum of the rows' weights after each event, counted from birth to ``end``."""
     change = np.zeros(replay.event_count + 2, dtype=np.int64)
     np.add.at(change, replay.birth + 1, weight)
     np.subtract.at(change, end + 1, weight)

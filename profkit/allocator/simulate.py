@@ -228,7 +228,6 @@ def predict(requests: Requests, settings: Settings, capacity_bytes: int | None =
 
 
 def _simulate_all(requests: Requests, settings: Settings, limit: Limit | None) -> tuple[list[Simulation], bool]:
-    """Return one simulation, or several that show what the unknown changes; and whether the one is exact."""
     simulations = [simulate(requests, settings, limit=limit)]
     if simulations[0].bases_decide:
         draws = min(max(_DRAWN_REQUESTS // max(len(requests), 1), _LEAST_DRAWS), _MOST_DRAWS)

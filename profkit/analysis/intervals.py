@@ -155,7 +155,6 @@ class BusyTime:
 
 
 def _between_operators(work: Work) -> tuple[Ints, Ints, Ints]:
-    """Return the stretches in which operators themselves ran, by row: row, start and end."""
     timelines, _ = nest_spans(work.start_ns, work.end_ns, work.launch_thread)
     stretches = [np.stack(timeline.own_stretches()) for timeline in timelines.values()]
     row, start_ns, end_ns = np.concatenate(stretches, axis=1) if stretches else np.zeros((3, 0), dtype=np.int64)

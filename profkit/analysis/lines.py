@@ -170,7 +170,6 @@ def _varies_as_rare(line: LineTime, spread: float) -> bool:
 
 
 def _is_alone(line: LineTime, spread: float) -> bool:
-    """Return whether a line surely runs in rare steps alone."""
     return line.thread != "worker" and line.samples >= FEWEST_SAMPLES and _varies_as_rare(line, spread)
 
 
@@ -341,7 +340,6 @@ def _row(line: LineTime, scale: Mapping[str | None, float]) -> LineTime:
 
 
 def _scaled(time_ns: int, line: LineTime, scale: Mapping[str | None, float]) -> int:
-    """Return a time as in an unprofiled step; a worker's is that of a batch and stays."""
     return time_ns if line.thread == "worker" else round(time_ns * scale.get(line.phase, scale.get(STEP, 1.0)))
 
 
@@ -350,13 +348,11 @@ def _times_of(samples: Samples) -> dict[str, PhaseSamples]:
 
 
 def _mean_ns(times: PhaseSamples) -> float:
-    """Return what the usual steps had of a phase, on average."""
     usual = int(times.is_usual.sum()) + times.lacking
     return float(times.total_ns[times.is_usual].sum()) / usual if usual else 0.0
 
 
 def _scales(looked: Mapping[str, PhaseSamples], unprofiled: Mapping[str, PhaseSamples]) -> dict[str | None, float]:
-    """Return what each phase's times are multiplied by; that of the step is for time outside of phases too."""
     scales: dict[str | None, float] = {}
     for phase, times in unprofiled.items():
         mean_ns = _mean_ns(looked[phase]) if phase in looked else 0.0

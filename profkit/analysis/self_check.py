@@ -209,7 +209,6 @@ def _check_lost(trace: Trace) -> Iterator[Finding]:
 
 
 def _in_stream_capture(trace: Trace, rows: Ints) -> Bools:
-    """Return which calls fell between the begin and the end of a stream capture, on any thread of their process."""
     calls = trace.calls
     inside = np.zeros(len(rows), dtype=np.bool_)
     if not len(rows):

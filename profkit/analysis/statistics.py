@@ -64,10 +64,7 @@ def interval_of_step_times(before: npt.NDArray[Any], after: npt.NDArray[Any]) ->
 
 
 def _resample(samples: npt.NDArray[Any], sequences: tuple[int, int], largest: int) -> Floats:
-    """Return the step time of each resample; each sequence of draws makes one half of them.
-
-    There are as many as the side with the ``largest`` number of samples allows.
-    """
+    """Return the step time of each resample; each sequence of draws makes one half of them."""
     count, size = min(max(_MOST_DRAWS // largest, _FEWEST_RESAMPLES), _RESAMPLES), len(samples)
     halves = []
     for seed in sequences:

@@ -209,7 +209,6 @@ def known_edits(edits: Iterable[str]) -> tuple[Edit, ...]:
 
 
 def _compare(losses: Sequence[float | None], before: Sequence[float | None]) -> tuple[int, float]:
-    """Return over how many steps losses can be compared, and the largest difference, as a share of the loss."""
     pairs = list(zip(losses, before, strict=False))[:_LOSSES]
     shares = [_share(loss, expected) for loss, expected in pairs]
     return len(pairs), max(shares, default=0.0)

@@ -62,7 +62,6 @@ def _gemm(dtype: str) -> dict[str, Any]:
 
 
 def _matrices(length: int, dtype: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Return two random square matrices and room for their product; smaller ones where these do not fit."""
     torch.manual_seed(0)
     try:
         left, right = (torch.randn(length, length, device="cuda").to(_DTYPES[dtype]) for _ in range(2))
@@ -123,7 +122,6 @@ def _describe() -> dict[str, Any]:
 
 
 def _clocks(uuid: str | None) -> tuple[int | None, int | None]:
-    """Return the SMs' clock while products run and the highest that they may have, in MHz; None if unknown."""
     tool = shutil.which("nvidia-smi")
     if tool is None or uuid is None:
         return None, None

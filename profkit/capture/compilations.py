@@ -251,7 +251,6 @@ def _callback_handler() -> Any:
 
 
 def _reason(text: str | None) -> str | None:
-    """Return why a function was compiled again, without the compile id and the guard's source."""
     if text is None or text.startswith("Unable to find"):
         return None
     first = text.strip().splitlines()[0]

@@ -191,7 +191,6 @@ class FlightRecorder:
             )
 
     def _dimensions(self) -> dict[str, str]:
-        """Return group → the name of its dimension; of a group in several meshes the name in the first."""
         dimensions: dict[str, str] = {}
         for mesh in list(self._meshes):
             for dimension in getattr(mesh, "mesh_dim_names", None) or ():
@@ -223,7 +222,6 @@ def _item_bytes(name: str) -> int | None:
 
 
 def _count_bytes(sizes: Any, dtypes: Any) -> int | None:
-    """Return the bytes of all tensors of one side; None for a type that this torch does not know."""
     total = 0
     for size, name in zip(sizes, dtypes, strict=False):
         item = _item_bytes(name)

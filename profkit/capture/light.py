@@ -236,7 +236,6 @@ class LightRecorder:
                 self._read_events(step, spans, *self._gpu_zero)
 
     def _is_due(self) -> bool:
-        """A row is written as often as its share of all steps allows."""
         if self._number != self._last_kept:
             return self._number == self._last_kept + _LATER
         part = 1 if self._keeps_all else _spacing(self._number) // _IN_ROW
@@ -266,7 +265,6 @@ class LightRecorder:
             self._period *= 2
 
     def _settle(self) -> None:
-        """Write what is left, once torch knows how long the last collectives took."""
         if self._path is None:
             return
         patience = 0.0

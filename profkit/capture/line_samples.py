@@ -151,7 +151,6 @@ def _file_or_cell(file: str) -> str:
 
 
 def _shortened(function: str) -> str:
-    """Return the end of a function's name: ``x.sum().item`` is ``….item``."""
     name, dot, last = function.rpartition(".")
     return function if name.replace(".", "").isidentifier() or not dot else f"….{last}"
 
@@ -376,7 +375,6 @@ class Waits:
         self.spots.add(_spot_of(frame))
 
     def _collect(self) -> None:
-        """Put a filter before all others, keep it there, and take what it lets through."""
         _put_first(self._lists)
         for target in _MUTATED:
             patch(target, lambda original: _keeps_first(original, self._lists))
@@ -410,7 +408,6 @@ def _keeps_first(mutated: Callable[[], None], lists: dict[int, list[Any]]) -> Ca
 
 
 def _put_first(lists: dict[int, list[Any]]) -> None:
-    """Put the filter before all others of the list in force, which joins ``lists``."""
     filters: list[Any] = warnings.filters  # type: ignore[assignment]
     _leave_out(filters)
     filters.insert(0, _FILTER)

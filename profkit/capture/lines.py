@@ -265,7 +265,6 @@ def _of_batch(
 
 
 def _worker_loop(*args: Any, **kwargs: Any) -> None:
-    """Run a worker as torch does, with a sampler that sleeps until it is wanted."""
     dormant = _install()
     try:
         _torchs_loop(*args, **kwargs)

@@ -146,7 +146,6 @@ def _product_flops(left: Tensor, right: Tensor) -> int:
 
 
 def _is_left_of_product(node: fx.Node) -> bool:
-    """Return whether a multiplication is what Inductor made of a product, not its factor ``alpha`` or ``beta``."""
     was = node.meta.get("original_aten")
     factors = [_value(arg) for arg in node.args if isinstance(arg, fx.Node)]
     return (
@@ -155,7 +154,6 @@ def _is_left_of_product(node: fx.Node) -> bool:
 
 
 def _unpadded(node: fx.Node, number: int, value: Any) -> Any:
-    """Return an operand as it was before Inductor padded it, which says that it did so for this product."""
     arg = node.args[number]
     if not isinstance(arg, fx.Node) or base_name(arg.target) != _PAD:
         return value
@@ -173,7 +171,6 @@ def _value(arg: Any) -> Any:
 
 
 def _stand_in(arg: Any) -> Any:
-    """Return an argument with tensors of the same sizes that hold nothing and know no symbols."""
     value = _value(arg)
     if isinstance(value, Tensor):
         sizes = [_number(size) for size in value.shape]

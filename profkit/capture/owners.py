@@ -125,7 +125,6 @@ class _Walk:
             self._note_tensors(getattr(node, name.replace("_raw", "", 1) if is_cpp else name.removeprefix("_raw_")))
 
     def _read_content(self, saved: Any) -> None:
-        """Note what a ``SavedTensor`` keeps; where a checkpoint's hook packed it, what the checkpoint's frame keeps."""
         if saved is None:
             return
         content = saved.data
@@ -149,14 +148,12 @@ class _Walk:
 
 
 def _inputs_of(frame: Any) -> list[Any]:
-    """Return what a checkpoint's frame saves of its inputs; where, differs between versions of torch."""
     if hasattr(frame, "saved_args"):
         return [saved for saved in frame.saved_args if hasattr(saved, "unpack_hook")]
     return list(_each(getattr(getattr(frame, "input_saver", None), "_raw_saved_tensors", ())))
 
 
 def _nodes(value: Any, nesting: int = _NESTING) -> Iterator[Any]:
-    """Yield the nodes in what a backward call differentiates: tensors, or edges of the graph."""
     if isinstance(value, Tensor):
         if value.grad_fn is not None:
             yield value.grad_fn
@@ -246,7 +243,6 @@ class OwnerLedger:
             note(tensor)
 
     def _noter(self) -> Callable[[Tensor], None]:
-        """Return what writes down storages kept for backward, each once, but for those of parameters and buffers."""
         now = now_us()
         known = set(self._lasting.values())
 
@@ -292,7 +288,6 @@ class OwnerLedger:
                 self._write_owned(now, role, name, part)
 
     def _write_owned(self, time_us: int, role: str, name: str, tensor: Tensor, *, whole: bool = False) -> None:
-        """Write down whose a tensor's storage is; ``whole``: all of it, not only the tensor's part."""
         place = _place(tensor)
         if place is None:
             return

@@ -230,7 +230,6 @@ def _export(profiler: profile, path: Path) -> None:
 
 
 def _why_not_whole(plain: Path, path: Path) -> OSError:
-    """Return why Kineto, which says nothing, left no whole trace."""
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
     if not path.parent.is_dir():
         number = errno.ENOENT
@@ -395,7 +394,6 @@ class StepsRecorder:
         return not several_ranks() or knows_collectives()
 
     def _drop_profiler(self) -> None:
-        """End a profiler that was warmed up and is not to record: the script starts its own, or ends."""
         profiler, self._warmed_up = self._warmed_up, None
         if profiler is not None:
             drop_profiler(profiler)

@@ -386,7 +386,6 @@ class Session:
             self.memory.boundary(shown + self._memory_lead)
 
     def _number_in_range(self, number: int) -> int | None:
-        """Return the number that the step's range has; None for a warm-up step of a target with steps of its own."""
         first = self._first if self.order.own_steps else 0
         return number - first if number >= first else None
 
@@ -431,7 +430,6 @@ class Session:
             self._end += 1
 
     def _make_way(self) -> None:
-        """End the recording: the script starts its own torch.profiler."""
         self._failure = _MEETS
         self._finish(CUT_SHORT)
 

@@ -209,7 +209,6 @@ def _prepare_streams() -> None:
 
 
 def _explain(error: Exception) -> tuple[str, int]:
-    """Return the line and the exit code for an error; an unexpected one is a defect of profkit, and says so."""
     if isinstance(error, ProfkitError):
         return str(error), error.exit_code
     if isinstance(error, MemoryError):

@@ -121,7 +121,6 @@ def whatif(
 
 
 def _cost_of(path: Path) -> Cost | None:
-    """Return what tells how long ranges take, if the run has a trace that can be read."""
     if not path.is_dir():
         return None
     try:
@@ -259,7 +258,6 @@ def _command_of(run: Run) -> tuple[str, ...]:
 
 
 def _record(argv: tuple[str, ...], directory: Path | None) -> Path:
-    """Record the program as ``profkit run --stop`` does, and return the run; end with its status if that fails."""
     place = make_run_directory(directory, command_name(argv))
     context = click.get_current_context()
     status = context.invoke(run_command, target=argv, output=place, stop=True)

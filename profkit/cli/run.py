@@ -265,7 +265,6 @@ def _conclude(recorded: Recorded, target: Target) -> int:
 
 
 def _describe_failure(recorded: Recorded, target: Target, where: str) -> str:
-    """The target's own error stands directly above, and what else there is to say in the manifest."""
     name = target.argv[0] if target.argv else target.title
     killed = " (killed: perhaps the memory was full)" if recorded.exit_status == _KILLED else ""
     ranks = f" ({recorded.outcome.failed_ranks})" if recorded.outcome.failed_ranks else ""
@@ -279,7 +278,6 @@ def _describe_failure(recorded: Recorded, target: Target, where: str) -> str:
 
 
 def _explain_out_of_memory(recorded: Recorded, failed: OutOfMemory, where: str) -> None:
-    """Print why the allocation failed that ended the target; of one that it survived say where that stands."""
     if failed.is_fatal and failed.rank is not None:
         from profkit.analysis.memory.failures import last_failure
         from profkit.analysis.memory.opened_snapshot import FAILURE
@@ -302,7 +300,6 @@ def _explain_out_of_memory(recorded: Recorded, failed: OutOfMemory, where: str) 
 
 
 def _show(recorded: Recorded) -> bool:
-    """Print the summary; return whether `profkit try` can make one of its Tries in the program."""
     if not (recorded.has_trace or recorded.has_snapshot):
         return False
     from profkit.analysis.causes.advice import find_advice

@@ -238,7 +238,6 @@ def _predict_together(evidence: Evidence, causes: Sequence[Cause]) -> Interval |
 
 
 def _screen(evidence: Evidence, causes: Sequence[Cause]) -> list[Cause]:
-    """Return the causes whose removal alone is worth a Try, the largest effect first."""
     weights = [(_weight(evidence, cause), cause) for cause in causes]
     worth = [(weight, cause) for weight, cause in weights if weight > 0]
     return [cause for _, cause in sorted(worth, key=lambda weighed: -weighed[0])][:_MOST_SCREENED]
@@ -377,10 +376,7 @@ def _advise(evidence: Evidence, cause: Cause) -> Advice:
 
 
 def _find_source(evidence: Evidence, cause: Cause) -> SourceLine | None:
-    """Return the cause's own line, or that which calls the operators whose kernels show it, as a counted step has it.
-
-    Outside of modules the cause's own is only the one that prepares kernels for the longest time.
-    """
+    """Return the cause's own line, or that which calls the operators whose kernels show it in a counted step."""
     calls = _OPERATORS.get(cause.code)
     called = None if calls is None else evidence.find_operator_line(cause.module, calls)
     return called or cause.line if cause.module is None else cause.line or called
@@ -415,7 +411,6 @@ def _say_nothing(evidence: Evidence) -> str:
 
 
 def _why_unpredicted(evidence: Evidence) -> str | None:
-    """Return what a prediction needs that is not there, None if nothing is missing of a step on the CPU."""
     trace = evidence.trace
     if trace is None:
         return "no trace was recorded"
@@ -439,7 +434,6 @@ def _name_phases(summary: Summary) -> str:
 
 
 def _compose(summary: Summary, limits: StepLimits) -> Iterator[str]:
-    """Yield what a step is made of: arithmetic and the rate that it reaches, Python, communication, the rest."""
     work, tree = summary.work, summary.tree
     shares = _share_limits(limits)
     if tree is not None and tree.basis == "gpu" and work is not None:

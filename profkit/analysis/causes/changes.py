@@ -112,7 +112,6 @@ def fuse(
 
 
 def _between(columns: StepColumns, rows: Iterable[int], kinds: Collection[int]) -> list[int]:
-    """Return the launching calls of operations, and calls of these kinds between two of them that launch nothing."""
     calls = sorted({columns.launcher[row] for row in rows})
     chosen = set(calls)
     for call in calls:
@@ -124,10 +123,7 @@ def _between(columns: StepColumns, rows: Iterable[int], kinds: Collection[int]) 
 
 
 def drop_some_launches(name: str, choose: Choose, share: By, of_python: By, assumption: str) -> StepChange:
-    """Return the change that drops a share of some operations, evenly, with a share of the Python before each launch.
-
-    Of each chosen operation the call must launch nothing else.
-    """
+    """Return the change that drops a share of some operations, evenly, with a share of the Python before each."""
 
     def apply(columns: StepColumns, setting: Setting) -> StepColumns:
         chosen, part, python = choose(setting.step), share[setting.world], of_python[setting.world]
@@ -208,10 +204,7 @@ def enlarge_batch(factor: int, *, fewer_passes: bool) -> StepChange:
 
 
 def call_once(name: str, choose: Choose, own: By) -> StepChange:
-    """Return the change after which no Python runs before some calls, of whose own time a share is left.
-
-    The first of them keeps the Python before it.
-    """
+    """Return the change after which no Python runs before some calls, of whose own time a share is left."""
 
     def apply(columns: StepColumns, setting: Setting) -> StepColumns:
         _, *calls = sorted(choose(setting.step)) or [0]

@@ -168,7 +168,6 @@ def choose_workers(evidence: Evidence, waited_ns: int, pace_ns: int) -> int | No
 
 
 def _workers_in_time(evidence: Evidence, batch_ns: int, pace_ns: int) -> int | None:
-    """Return how many workers make batches with time to spare, as far as CPUs have room; None if that is no more."""
     facts = evidence.facts
     workers = max(2, math.ceil(_SPARE * batch_ns / max(pace_ns, 1)), facts.workers + 1)
     workers = min(workers, facts.room or _MANY_WORKERS)
@@ -245,10 +244,7 @@ def shares_without_padding(cause: Cause) -> dict[World, float]:
 
 
 def _copies(evidence: Evidence) -> Iterator[Cause]:
-    """Copies of a loader's batches that are not pinned: the host waits in the call until they have run.
-
-    Without workers the program itself would have to pin each batch, which takes as long.
-    """
+    """Copies of a loader's batches that are not pinned: the host waits in the call until they have run."""
     step = evidence.step
     if step is None or not evidence.facts.workers:
         return

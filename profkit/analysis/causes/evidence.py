@@ -270,10 +270,7 @@ class Evidence:
         return found
 
     def find_operator_line(self, module: str | None, calls: Callable[[OperatorLine], float]) -> SourceLine | None:
-        """Return the line for which ``calls`` is largest among those that call operators in a module itself.
-
-        None where none has any, and where the line stands for code of a library's around the module, too.
-        """
+        """Return the line for which ``calls`` is largest among those that call operators in a module itself."""
         run = self.capture.run
         lines = () if run is None or run.work is None else run.work.lines
         weights: defaultdict[SourceLine, float] = defaultdict(float)
@@ -318,7 +315,6 @@ class Evidence:
         question: Callable[[StepReplay, Sequence[StepChange], ProgramFacts], Answer],
         changes: Sequence[StepChange],
     ) -> Answer:
-        """Return what a function of `predict` says of some changes, asked once; there must be a replay."""
         assert self.replay is not None
         key = (question, *changes)
         if key not in self._answers:

@@ -80,7 +80,6 @@ def _python_lines(evidence: Evidence) -> Iterator[Cause]:
 
 
 def _follows_model(evidence: Evidence, line: LineTime) -> bool:
-    """Return whether the model is called further up in the line's function: what it computes may need the output."""
     return any(
         each.phase in (FORWARD, LOSS) and _is_above(each, line) for each in (*evidence.lines, *evidence.facts.callers)
     )
@@ -91,7 +90,6 @@ def _is_above(one: LineTime, other: LineTime) -> bool:
 
 
 def _fetches_for(evidence: Evidence, lines: Sequence[LineTime]) -> Iterator[LineTime]:
-    """Yield the lines just before that copy from the GPU what they compute with: on the GPU they need no copy."""
     first = min(lines, key=lambda line: line.line)
     for line in evidence.lines:
         is_alike = (line.file, line.function, line.phase) == (first.file, first.function, first.phase)
@@ -177,7 +175,6 @@ def _pauses_of(evidence: Evidence, step: ReplayedStep) -> dict[str, int]:
 
 
 def _launches(line: LineTime) -> bool:
-    """Return whether a line's call is training itself, or waits for it, or is an operation: these prepare kernels."""
     is_operation = line.phase is not None and (line.called or "").startswith(("self.", "F."))
     return is_operation or line.method in _TRAINING
 

@@ -297,7 +297,6 @@ def _price_aligned(evidence: Evidence, products: Sequence[Operation]) -> dict[Pl
 
 
 def _time_aligned(evidence: Evidence) -> dict[Place, int]:
-    """Return place → how long its aligned products take, where no kernels of other kinds do FLOPs that count."""
     times: Counter[Place] = Counter()
     others: set[Place] = set()
     for one in evidence.kernels:
@@ -311,7 +310,6 @@ def _time_aligned(evidence: Evidence) -> dict[Place, int]:
 
 
 def _rates_of_aligned(peak: float, known: Sequence[float]) -> By:
-    """Return how fast padded products may be: as the step's best aligned ones of their type, if it has any."""
     rates = {world: share * peak for world, share in _OF_PEAK.items()}
     if known:
         rates["expected"] = min(max(known), rates["least"])
@@ -495,7 +493,6 @@ def _knows_modules_of_backward(operations: Sequence[Operation]) -> bool:
 
 
 def _is_written_out(run: Run) -> bool:
-    """Return whether a chain is one operation written out: torch's own have one to three kernels."""
     has_own = any(one.category in ("normalization", "loss", "softmax") for one in run)
     return len(run) >= (_MANY if has_own else _FEW)
 
@@ -520,7 +517,6 @@ def _cost(chains: Mapping[ChainPlace, Sequence[Run]]) -> int:
 
 
 def _describe_chains(evidence: Evidence, chains: Mapping[ChainPlace, Sequence[Run]]) -> Cause:
-    """Return the cause that is mended alike in some places, the costliest of them first."""
     (module, phase), costliest = next(iter(chains.items()))
     code, what, change = _kind_of_place((module, phase), costliest)
     runs = [run for chain in chains.values() for run in chain]
@@ -552,7 +548,6 @@ def _fuse_chain(evidence: Evidence, code: str, place: ChainPlace, runs: Sequence
 
 
 def _find_line(evidence: Evidence, phase: str) -> SourceLine | None:
-    """Return the line of a phase in which Python prepares kernels for the longest time: no pause is mostly its own."""
     limits = evidence.limits
     paused = {} if limits is None else {(one.file, one.line): one.time_ns for one in limits.lines_of(Limit.PYTHON)}
     own = [

@@ -125,7 +125,6 @@ def _waits(evidence: Evidence) -> Iterator[Cause]:
 def _stop_reading_one_by_one(
     evidence: Evidence, line: LineTime, *, of_tensors: bool
 ) -> tuple[str, Sequence[StepChange], str | None]:
-    """Return what to do about a loop that reads values from the GPU, or tensors, and what that changes."""
     change = "compute the values together (torch.stack, torch._foreach_norm), and read them once"
     if of_tensors:
         change = "keep on the GPU what the tensors are computed with, and compute there (torch._foreach_…)"
@@ -133,7 +132,6 @@ def _stop_reading_one_by_one(
 
 
 def _stop_reading(evidence: Evidence, line: LineTime) -> tuple[str, Sequence[StepChange], str | None]:
-    """Return what to do about a line that waits, what that changes, and the edit that does so."""
     if line.method in _CHECKING:
         edit = f"no-host:{line.file}:{line.line}"
         return "check it every 50 steps or so, or not at all", edits(edit), edit
@@ -148,7 +146,6 @@ def _stop_reading(evidence: Evidence, line: LineTime) -> tuple[str, Sequence[Ste
 
 
 def _moves_to_gpu(evidence: Evidence, line: LineTime) -> bool:
-    """Return whether a line moves tensors, and may wait for copies to the GPU: its phase has enough of those."""
     if not line.is_move or evidence.step is None:
         return line.is_move
     copies = _find_awaited_copies(evidence, evidence.step, line.phase or OUTSIDE)
@@ -157,7 +154,6 @@ def _moves_to_gpu(evidence: Evidence, line: LineTime) -> bool:
 
 
 def _reads_in_loop(evidence: Evidence, line: LineTime) -> bool:
-    """Return whether most waits of a line are those of values that a loop reads one by one."""
     loops = [] if evidence.step is None else _find_reading_loops(evidence, evidence.step, line.phase or OUTSIDE)
     return 2 * sum(sum(map(_is_copy, loop)) for loop in loops) > line.waits >= _MANY_READS
 
@@ -196,7 +192,6 @@ def _read_at_once(evidence: Evidence, line: LineTime, *, of_tensors: bool) -> li
 
 
 def _find_reading_loops(evidence: Evidence, step: ReplayedStep, phase: str) -> list[tuple[Operation, ...]]:
-    """Return the operations of a phase that copy one value after another for which the host waits, and compute them."""
     operations = [one for one in evidence.operations(step) if one.phase == phase]
     awaited = {one.at for one in _find_awaited_copies(evidence, step, phase)}
     reads = [at for at, one in enumerate(operations) if _is_copy(one) and one.at in awaited]
@@ -206,7 +201,6 @@ def _find_reading_loops(evidence: Evidence, step: ReplayedStep, phase: str) -> l
 
 
 def _find_awaited_copies(evidence: Evidence, step: ReplayedStep, phase: str) -> list[Operation]:
-    """Return the copies of a phase, to the GPU or from it, for which the host waits."""
     waits = {*step.columns.waits_among(range(len(step.columns.kind)))}
     of_phase = [one for one in evidence.operations(step) if one.phase == phase and one.category == "copy"]
     return [one for one in of_phase if {one.call, one.call + 1} & waits]
@@ -428,7 +422,6 @@ def _compile(evidence: Evidence) -> Iterator[Cause]:
 
 
 def _find_module(preparing: Sequence[LimitPart]) -> str | None:
-    """Return the module for whose kernels the GPU waits most of that time, if there is one."""
     times: Counter[str | None] = Counter()
     for part in preparing:
         times[part.module and kind_of(part.module)] += part.time_ns

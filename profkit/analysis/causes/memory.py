@@ -119,7 +119,6 @@ def _needless_checkpoints(evidence: Evidence) -> Iterator[Cause]:
 
 
 def _find_blocks(modules: Collection[str | None]) -> list[str]:
-    """Return the outermost of some modules, of repeated ones the repeated module itself: ``blocks.*``."""
     found: list[str] = []
     for module in sorted(filter(None, modules), key=len):
         block = "".join(module.partition("*")[:2])  # blocks.* of blocks.*.mlp.up
@@ -235,7 +234,6 @@ MEMORY = (
 
 
 def _operations_of_ranges(evidence: Evidence, step: ReplayedStep, ranges: Sequence[int]) -> list[list[int]]:
-    """Return for each of these ranges that lies in a step the operations that its thread launches in it."""
     assert evidence.trace is not None
     trace, columns = evidence.trace.trace, step.columns
     starts_ns, threads = trace.calls.start_ns[columns.call], trace.calls.thread[columns.call]
@@ -248,7 +246,6 @@ def _operations_of_ranges(evidence: Evidence, step: ReplayedStep, ranges: Sequen
 
 
 def _steps_left(evidence: Evidence, grown: int) -> int | None:
-    """Return after how many steps the GPU's memory is full, if these are few enough to end a run."""
     capacity, held = evidence.condition("gpu_memory_bytes"), evidence.condition("reserved_peak_bytes")
     if not isinstance(capacity, int) or not isinstance(held, int):
         return None

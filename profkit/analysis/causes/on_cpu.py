@@ -86,7 +86,6 @@ class _Operators:
         return rows[self.time_ns[rows] < _SMALL_NS]
 
     def large_ns(self, rows: Sequence[int]) -> float:
-        """Return the time a step of those that are not small."""
         times = self.time_ns[rows]
         return float(times[times >= _SMALL_NS].sum()) / self.steps
 
@@ -246,7 +245,6 @@ def find_causes_on_cpu(evidence: Evidence) -> Iterator[Cause]:
 
 
 def _find_causes(evidence: Evidence, step: CpuStep) -> Iterator[Cause]:
-    """Yield the causes of all rows, which ask of the same operators."""
     if evidence.trace is None:
         return
     yield from _loader(evidence, step)

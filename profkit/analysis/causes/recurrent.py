@@ -130,13 +130,11 @@ def _is_sum(operation: Operation) -> bool:
 
 
 def _find_calls(evidence: Evidence, step: ReplayedStep, module: str, phase: str) -> range:
-    """Return the calls from the first launch of a module in a phase to its last."""
     calls = [one.call for one in evidence.operations(step) if one.phase == phase and _is_within(one.module, module)]
     return range(min(calls), max(calls) + 1) if calls else range(0)
 
 
 def _count_modules(evidence: Evidence, kind: str) -> int:
-    """Return how many modules are of a kind: ``cells.0`` and ``cells.1`` are of ``cells.*``."""
     names = () if evidence.trace is None else evidence.trace.trace.names
     return max(1, len({name for name in names if kind_of(name) == kind}))
 

@@ -27,10 +27,7 @@ RangePath = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Key:
-    """What kernel time is split by: the path of ranges within the step, the category, the kernel's full name.
-
-    ``place`` is where the path lies: its phase and modules.
-    """
+    """What kernel time is split by: the path of ranges within the step, the category, the kernel's full name."""
 
     path: RangePath
     category: str
@@ -165,7 +162,6 @@ def _sample(reduced: ReducedWork, nodes: RangeNodes, *, by_step: bool) -> StepSa
 
 
 def _choose_steps(attribution: Attribution, range: str | None) -> Ints:
-    """Return the measured steps in order of their start: those within the range if there are any, else all."""
     steps = measured_ranges(attribution).get(STEP, empty_ints())
     members = steps[np.argsort(attribution.trace.ranges.start_ns[steps], kind="stable")]
     if range is None:

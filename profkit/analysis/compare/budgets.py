@@ -346,7 +346,6 @@ def _judge_peak_against(run: OpenedSnapshot, baseline: OpenedSnapshot) -> Budget
 
 
 def _judge_ranks(budgets: Budgets, ranks: RanksResult | str) -> Iterator[BudgetLine]:
-    """Yield the budgets of ranks that are given; ``ranks`` is the reason if they cannot be compared."""
     asked = [(MAX_WAIT, budgets.max_wait), (MAX_SKEW, budgets.max_skew)]
     for budget, limit in asked:
         if limit is None:

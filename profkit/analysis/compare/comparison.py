@@ -43,10 +43,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class CleanChange:
-    """What a phase takes unprofiled (`PhaseSamples.time_ns`), its change, and its 95 % interval if there is one.
-
-    ``waits`` says whether samples of either run waited for data.
-    """
+    """What a phase takes unprofiled (`PhaseSamples.time_ns`), its change, and its 95 % interval if there is one."""
 
     name: str
     before_ns: int

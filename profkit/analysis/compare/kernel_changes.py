@@ -376,7 +376,6 @@ def _count_kernels(before: StepSamples, after: StepSamples, sides: Sides) -> tup
 
 
 def _rows_of(tree: ModuleTree, place: Place) -> list[str]:
-    """Return the rows that hold a place, and with them exactly one row without a parent."""
     modules = tree.modules_around(place)
     if not modules:
         return [f"(no module: {place.phase})" if place.phase else "(in no phase)"]

@@ -304,7 +304,6 @@ class StepFlops:
         return None if work.flops is None else work.flops - (work.recomputed_flops or 0)
 
     def _share(self, flops: int | None, context: int | None, steps: Ints) -> float | None:
-        """Return the share of what all GPUs of a process could do; its steps count the work of all of them."""
         processes = distinct_values(self._attribution.trace.ranges.process[steps]).tolist()
         gpu_counts = {self._gpu_counts.get(process, 1) for process in processes}
         step_ns, sheet = self._account.step_ns(context), self._facts.datasheet

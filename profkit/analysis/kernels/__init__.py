@@ -115,7 +115,6 @@ def _read_pattern(pattern: str) -> _Pattern:
 
 
 def _plain_part(pattern: str) -> str:
-    """Return the longest plain text that every match of a pattern contains, "" if none is sure."""
     rest, before = _NOT_PLAIN.sub(_GAP, pattern), ""
     while rest != before:
         rest, before = _GROUP.sub(_GAP, rest), rest

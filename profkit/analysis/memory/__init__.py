@@ -243,10 +243,7 @@ def read_text(raw: dict[str, Any]) -> Text | None:
 
 
 def read_metadata(raw: dict[str, Any]) -> str | None:
-    """Return the owner that an event's metadata names: text, or (newer torch) a dictionary's text values joined.
-
-    Of profkit's own text this is the module.
-    """
+    """Return the owner that an event's metadata names: text, or (newer torch) a dictionary's text values joined."""
     text = read_text(raw)
     if text is not None:
         return shown_module(text.module)

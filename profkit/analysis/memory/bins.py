@@ -127,7 +127,6 @@ class _Grouping:
         self._claims = {row: memory.classifier.claim_of(row) for row in wanted_rows}
 
     def by_category(self) -> tuple[Series, ...]:
-        """Return the series of the categories that occur, in the order of `CATEGORIES`."""
         groups = [self._claims[row].category if row in self._claims else NOT_SELECTED for row in self._rows]
         return self._sum(groups, [name for name in (*CATEGORIES, NOT_SELECTED) if name in set(groups)])
 
@@ -172,7 +171,6 @@ class _Grouping:
         return self._sum([name if name in best else others for name in groups], [*best, others])
 
     def shapes(self) -> tuple[Shape, ...]:
-        """Return the largest allocations, of equal ones the longest-lived, in the order of their birth."""
         chosen = np.array(list(self._claims), dtype=np.int64)
         life = self._end[chosen] - self._first[chosen]
         order = np.lexsort((-life, -self._sizes[chosen]))[:SHAPE_COUNT]
@@ -218,7 +216,6 @@ def _highest(curve: Ints, edges: Ints) -> Ints:
 
 
 def _is_mostly_flat(times_us: Ints) -> bool:
-    """Return whether the longest 1 % of the gaps between samples take up more than half of the time."""
     gaps = np.sort(np.diff(times_us))
     longest = gaps[-max(len(gaps) // 100, 1) :] if len(gaps) else gaps
     return len(times_us) > _FEW and int(longest.sum()) > int(gaps.sum()) / 2

@@ -164,7 +164,6 @@ class Classifier:
 
     @cached_property
     def _first_and_only_kept(self) -> frozenset[int]:
-        """The allocations of a workspace's size that are their lines' first, and the only ones that these keep."""
         replay, rows_of = self._replay, dict[tuple[int, int], list[int]]()
         for row in np.flatnonzero(np.isin(replay.requested_bytes, _WORKSPACE_BYTES)).tolist():
             rows_of.setdefault((int(replay.requested_bytes[row]), self._stacks.number_of(row)), []).append(row)
@@ -182,7 +181,6 @@ class Classifier:
 
     @cached_property
     def _regimes(self) -> Codes:
-        """Per event: which part of the step it belongs to, by its phase, else by whether the last alloc had frames."""
         events = self._memory.device.events
         special = {BACKWARD: _BACKWARD, OPTIMIZER: _OPTIMIZER}
         has_backward = any(phase.name == BACKWARD for phase in self._timeline.phases)
@@ -208,7 +206,6 @@ class Classifier:
 
     @cached_property
     def _regime_ends(self) -> Ints:
-        """Per event: the first later event that belongs to another part of the step."""
         codes = self._regimes
         borders = np.append(np.flatnonzero(np.diff(codes)) + 1, len(codes))
         return borders[np.searchsorted(borders, np.arange(len(codes)), "right")]

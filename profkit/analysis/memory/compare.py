@@ -87,7 +87,6 @@ class _Side:
         self._normalised: dict[int, Key] = {}
 
     def origin(self, row: int) -> Key:
-        """Return an allocation's functions and files, its metadata, and whether it is from before the history."""
         number = self.memory.stacks.number_of(row)
         if number not in self._normalised:
             frames = self.memory.stacks.facts[number].but_compiler
@@ -96,7 +95,6 @@ class _Side:
         return self._normalised[number], read_metadata(self.memory.stacks.raw_of(row)), is_from_before
 
     def identity(self, row: int) -> Key:
-        """Return what an allocation matches by: its tensor's name if both runs know it, else its origin."""
         named = self.memory.classifier.named(row)
         return named if named in self.shared else self.origin(row)
 
@@ -108,7 +106,6 @@ class _Side:
 
     @cached_property
     def rows_by_key(self) -> dict[Key, list[int]]:
-        """Identity and requested size → the allocations of the whole history, by birth."""
         rows_by_key: dict[Key, list[int]] = defaultdict(list)
         for row, requested in enumerate(self.replay.requested_bytes.tolist()):
             rows_by_key[self.identity(row), requested].append(row)
@@ -193,7 +190,6 @@ def _kind_of_pair(old: _Side, a: int, new: _Side, b: int) -> str:
 
 
 def _pair(old: _Side, new: _Side) -> tuple[list[tuple[int, int]], list[int], list[int]]:
-    """Pair the allocations of two peaks by identity, size and ordinal; then by identity and size; then by identity."""
     pairs: list[tuple[int, int]] = []
     left, right = list(old.live), list(new.live)
     left_made: list[int] = []
@@ -227,7 +223,6 @@ def _split(rows: list[int], is_first: Callable[[int], bool]) -> tuple[list[int],
 
 
 def _judge(side: _Side, rows: list[int], other: _Side, kinds: tuple[str, str]) -> list[tuple[str, int]]:
-    """Return why allocations at one side's peak have no counterpart at the other's: the kind of each."""
     never, lives_otherwise = kinds
     moment = _corresponding(side, other)
     judged = []

@@ -115,7 +115,6 @@ def _find_suspects(memory: DeviceMemory, moments: Ints, firsts: Ints) -> tuple[L
 
 
 def _judge(memory: DeviceMemory, rows: Ints, moments: Ints, firsts: Ints) -> LeakRow | None:
-    """Return what one stack left behind last if it keeps growing; ``rows`` are those that outlive their step."""
     replay = memory.history.replay
     kept = rows[replay.freed[rows] >= moments[-1]]
     births = np.searchsorted(firsts, kept, "right") - 1
@@ -300,7 +299,6 @@ def _cause(wanted: int, short: int, *, room: int, loose: int, outside: int | Non
 
 
 def _largest_free(memory: DeviceMemory, segments: list[Segment], own: tuple[bool, int]) -> tuple[FreeBlock, ...]:
-    """Return the largest free block of each pool and stream, that of the request's ``own`` first, then by size."""
     begins, streams = _streams(memory.history)
     largest: dict[tuple[bool, int], tuple[int, Segment, int]] = {}
     for segment in segments:
@@ -317,7 +315,6 @@ def _largest_free(memory: DeviceMemory, segments: list[Segment], own: tuple[bool
 
 
 def _pins(memory: DeviceMemory, segment: Segment, at: int) -> Iterator[Pin]:
-    """Yield the `_PINS_SHOWN` live blocks nearest to a free one."""
     begin, size, *_ = segment.blocks[at]
     reach = 2 * _PINS_SHOWN  # no two free blocks lie next to each other
     around = [*segment.blocks[max(at - reach, 0) : at], *segment.blocks[at + 1 : at + 1 + reach]]

@@ -82,7 +82,6 @@ class _Code:
         self._spans = [(span[0], span[-1]) for span in graphs[0].spans if span]
 
     def position(self, line: int) -> int:
-        """Return when a line runs: numbers in the order of running."""
         place = next((at for at, (first, last) in enumerate(self._spans) if first <= line <= last), 0)
         return place * _LINES + line
 
@@ -100,7 +99,6 @@ class _Code:
         return any(line in by_line for by_line in self._by_line)
 
     def owners(self, number: int, holder: Holder) -> tuple[tuple[str, ...], str | None]:
-        """Return the modules and the line of a holder, or else of the launch that writes it."""
         launch = self.launches[number].get(holder.launch) if holder.launch is not None else None
         modules = launch.modules if launch is not None and holder.module is None else ()
         lines = launch.lines if launch is not None else ()
@@ -162,7 +160,6 @@ class GeneratedMemory:
         )
 
     def _after_taking(self, code: _Code, row: int, moment: int, tenants: list[_Tenant]) -> list[_Tenant]:
-        """Return who holds what a call returned, by a moment at which the backward pass may have taken it."""
         _, line = self._site(row) or (code, 0)
         allocations = list(code.allocations(line))
         takers = [

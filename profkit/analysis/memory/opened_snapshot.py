@@ -353,7 +353,6 @@ def _describe_history(history: History) -> HistoryFacts:
 def _find_warnings(
     memory: DeviceMemory, composition: Composition, leaks: LeakCheck, check: AllocatorCheck | None
 ) -> Iterator[Finding]:
-    """Yield what a reader must know about one device's account, the gravest first."""
     yield from _doubt_history(memory.history)
     if check is not None and not check.agrees:
         yield Finding(

@@ -93,7 +93,6 @@ class Places:
         return tuple(dict.fromkeys(_module_of(name, 1) for name in names))
 
     def _open_module(self, birth: int) -> str | None:
-        """Return the innermost module whose range was open, `OUTSIDE` if none was, None if that is not known."""
         if birth < 0 or not self._ranges or not len(self._timeline.times_us):
             return None
         if not self._knows_backward and self._timeline.phase_at(birth) == BACKWARD:
@@ -113,7 +112,6 @@ class Places:
 
     @cached_property
     def _stretches(self) -> tuple[list[int], list[str]]:
-        """Times at which ranges began or ended; and which was innermost before the first, between them, at last."""
         last = int(self._timeline.times_us[-1]) + 1
         marks = [(annotation.start_us, 1, number) for number, annotation in enumerate(self._ranges)]
         marks += [
@@ -317,7 +315,6 @@ def path_of(module: str) -> Path:
 
 
 def _places(piece: Piece) -> Iterator[tuple[Path, int, int]]:
-    """Yield where a piece's bytes stand, how many, and whether the allocation counts there."""
     modules = piece.place.modules
     if len(modules) <= 1:
         path = _place(piece, modules[0][0] if modules else None)
@@ -375,7 +372,6 @@ def _add(path: Path, rows: list[PartRow]) -> PartRow:
 
 
 def _join_chains(rows: list[PartRow]) -> Iterator[PartRow]:
-    """Yield the rows with each module that holds one other and nothing of its own joined to that one."""
     joined: dict[Path, Path] = {(): ()}
     children = Counter(row.path[:-1] for row in rows)
     part = ""

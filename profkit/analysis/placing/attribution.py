@@ -226,7 +226,6 @@ class PlacedRows:
 
     @cached_property
     def _has_two_places(self) -> bool:
-        """Whether any row may lie under one range in two of its places, or under ranges of one group in both."""
         ranges = self.ranges
         both = (self._own >= 0) & (self._hosts.thread >= 0)
         return bool(len(self._mirrors) or both.any() or (ranges.thread != ranges.end_thread).any())

@@ -117,7 +117,6 @@ class WaitingThreads:
         return Hosts(host_range, host_thread), in_range
 
     def _helps_throughout(self, helper: int, process: int) -> bool:
-        """Return whether a thread that is not named after autograd calls CUDA only while another thread waits."""
         if helper not in self._throughout:
             mine = self._calls.get(helper)
             times = mine.start_ns if mine is not None else empty_ints()
@@ -129,7 +128,6 @@ class WaitingThreads:
         return self._throughout[helper]
 
     def _waiting(self, host: int, helper: int, time_ns: Ints) -> tuple[Bools, Ints]:
-        """Return at which times ``host`` waits in a range while ``helper`` works, and its innermost range then."""
         timeline = self._timelines[host]
         segment = timeline.segment_at(time_ns)
         innermost = timeline.innermost[segment]
@@ -178,7 +176,6 @@ def name_replicas(trace: Trace, parent: Ints) -> Trace:
 
 
 def _passes_of_helpers(trace: Trace, outermost: Ints, is_pass: Bools) -> list[list[int]]:
-    """Return the outermost ranges of each thread that may be a replica's and has forward passes alone there."""
     by_thread = rows_by_value(trace.ranges.thread[outermost])
     return [
         outermost[rows].tolist()
@@ -190,7 +187,6 @@ def _passes_of_helpers(trace: Trace, outermost: Ints, is_pass: Bools) -> list[li
 
 
 def _has_waiting_range(ranges: Ranges, others: Ints, index: int, calls: dict[int, _ThreadCalls]) -> bool:
-    """Return whether a range lies within one of the others, of a thread of its process that makes no CUDA call then."""
     start, end = ranges.start_ns[[index]], ranges.end_ns[[index]]
     around = others[(ranges.start_ns[others] <= start) & (ranges.end_ns[others] >= end)]
     around = around[ranges.process[around] == ranges.process[index]]
@@ -242,10 +238,7 @@ class _ThreadCalls:
         return _search(self.start_ns, last, "right") <= _search(self.end_ns, first, "left")
 
     def silence_around(self, time_ns: Ints, begin: Ints, end: Ints) -> tuple[Ints, Ints]:
-        """Return the longest stretch around each time, within begin and end, in which no call is under way.
-
-        If a call is under way at that time, the stretch begins after it.
-        """
+        """Return the longest stretch around each time, within begin and end, in which no call is under way."""
         next_call = np.searchsorted(self.start_ns, time_ns, side="right")
         previous_end = np.concatenate([[-(1 << 62)], self.end_ns])[next_call]
         next_start = np.append(self.start_ns, 1 << 62)[next_call]
@@ -347,7 +340,6 @@ class _Builder:
         self.mirrors: list[_Mirror] = []
 
     def place(self, forward: int, around: int) -> int:
-        """Return the mirror for work in ``around`` whose forward operator lay in ``forward``; `NO_RANGE` if none."""
         if forward == NO_RANGE:
             return NO_RANGE
         base, models = self._choose(ancestors(self._parent, forward)[::-1], ancestors(self._parent, around)[::-1])
@@ -387,7 +379,6 @@ class _Builder:
         return self._trace.names[int(self._trace.ranges.name[index])] if index != NO_RANGE else ""
 
     def finish(self, of_row: Ints) -> tuple[Trace, Ints, Mirrors]:
-        """Return the trace, the parents and the mirrors; ``of_row`` is the index of each row's mirror."""
         first = len(self._trace.ranges)
         number, end = self._number_tree(first)
         rows = np.where(of_row == NO_RANGE, -1, number[np.maximum(of_row - first, 0)])
@@ -396,7 +387,6 @@ class _Builder:
         return trace, parent, Mirrors(first, number, end, rows)
 
     def _number_tree(self, first: int) -> tuple[Ints, Ints]:
-        """Return each mirror's number, depth first, and the number after that of the last mirror below it."""
         above = [max(parent - first, -1) for parent, _ in self.mirrors]
         size, number = np.ones((2, len(above)), dtype=np.int64)
         for at in reversed(range(len(above))):
@@ -410,7 +400,6 @@ class _Builder:
         return number, number + size
 
     def _with_mirrors(self, number: Ints, end: Ints, of_row: Ints) -> Trace:
-        """Return the trace with the mirrors behind its ranges, each at the moment of its first launch."""
         trace, ranges, work = self._trace, self._trace.ranges, self._trace.work
         names = list(trace.names)
         if any(of is None for _, of in self.mirrors) and BACKWARD not in names:

@@ -184,7 +184,6 @@ def compare_ranks(
 
 
 def _name_ranks_of_groups(rank: ReducedRank, everyone: tuple[int, ...]) -> ReducedRank:
-    """Return the rank with all ranks in the groups of which nobody says whose they are."""
     groups = tuple(replace(group, ranks=group.ranks or everyone) for group in rank.record.groups)
     light = None if rank.light is None else _name_ranks_of_groups(rank.light, everyone)
     return replace(rank, record=replace(rank.record, groups=groups), light=light)

@@ -123,7 +123,6 @@ def cost_of_kernels(cost: Cost, ranks: Sequence[ReducedRank], matched: Sequence[
 def _sum_exposed_and_hidden(
     ranks: Sequence[ReducedRank], accounts: Sequence[Account], matched: Sequence[Matched]
 ) -> tuple[Floats, Floats]:
-    """Return the communication that nothing hid and the waits that kernels hid, as (ranks, steps)."""
     waited = waits_by_step(ranks, matched)
     # A damaged record may say less of its collectives than of what the rank did.
     count = min(min(len(account), len(waits)) for account, waits in zip(accounts, waited, strict=True))
@@ -133,7 +132,6 @@ def _sum_exposed_and_hidden(
 
 
 def _subtract_slowed_kernels(accounts: Sequence[Account], count: int, hidden_ns: Floats) -> list[Account]:
-    """Return what ranks did in the first steps, without what kernels were slower beside waiting collectives."""
     keys = sorted({key for account in accounts for key in account.parts if key[0] == "kernels"})
     at = [[account.parts.index(key) if key in account.parts else -1 for key in keys] for account in accounts]
     padded = [np.pad(account.times_ns[:count], ((0, 0), (0, 1))) for account in accounts]

@@ -323,7 +323,6 @@ class _Court:
         )
 
     def _longer_on_host(self, table: Literal["phases", "outside_cuda"], late: int, phase: str) -> float:
-        """Return what a rank usually takes longer for a phase than the median one, by one of the tables of its host."""
         both = [self.ranks[at].steps for at in (late, self.cost.usual_beside(late))]
         times = [getattr(steps, table).times_of(phase, len(steps))[steps.named] for steps in both]
         mine_ns, usual_ns = (float(np.median(each)) if len(each) else 0.0 for each in times)
@@ -369,7 +368,6 @@ class _Court:
         return None if is_enough else "launches"
 
     def _lines_show(self, late: int, longer: Mapping[str, float]) -> bool:
-        """Return whether lines of source show what a rank's Python takes longer, most of which is between phases."""
         between = sum(time for phase, time in longer.items() if phase.startswith(BEFORE))
         known = [rank.between_phases_ns for rank in self.ranks]
         mine_ns, others_ns = known[late], [time for at, time in enumerate(known) if at != late and time is not None]
@@ -401,7 +399,6 @@ def _find_place(extra: Parts) -> tuple[str, str, float]:
 
 
 def _arrivals(matched: Sequence[Matched], rank: int) -> tuple[Matched, float | None]:
-    """Return the group whose ranks waited longest for this one, and in what share of those that waited it was last."""
     waited, last, late = -1, 0, 0
     group = matched[0]
     for match in matched:

@@ -59,7 +59,6 @@ class GroupRow:
 
 
 def _group_label(group: Group, world_size: int) -> str:
-    """Return what people call a group: its mesh dimension, else all ranks, else its size."""
     if group.dimension:
         return group.dimension
     size = len(group.ranks)

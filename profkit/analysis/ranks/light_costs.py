@@ -52,10 +52,7 @@ def account_before_waits(rank: ReducedRank, matched: Sequence[Matched]) -> Accou
 
 
 def _host_spans(steps: StepColumns) -> tuple[Ints, Ints, Ints, list[str]]:
-    """Return when the host was in each phase or between two while its GPU was in none.
-
-    These are starts, ends, and which of the names at last each has.
-    """
+    """Return when the host was in each phase or between two while its GPU was in none."""
     phases, gpu = steps.phases, steps.gpu_phases
     order = np.lexsort((phases.name, phases.end_ns, phases.start_ns))
     start, end, name, names = phases.start_ns[order], phases.end_ns[order], phases.name[order], phases.names
@@ -194,7 +191,6 @@ def cost_by_waits(
 
 
 def _in_phases(parts: Iterable[tuple[str, ...]], phases: Mapping[str, _Phase]) -> Iterator[tuple[int, _Phase]]:
-    """Yield which parts, or places, are what hosts did in a phase, and that phase."""
     for at, (cause, phase, *_) in enumerate(parts):
         if cause == "python" and phase in phases:
             yield at, phases[phase]
@@ -322,7 +318,6 @@ def _tabulate_phases(ranks: Sequence[StepColumns], count: int, step_ns: float) -
 
 
 def _when(phases: Phases, name: str, steps: StepColumns) -> tuple[Ints, Ints, Ints]:
-    """Return when a phase began first and ended last in each measured step, `UNKNOWN` where never; how long it took."""
     begin, end = np.full((2, len(steps)), UNKNOWN)
     mine = phases.name == (phases.names.index(name) if name in phases.names else -1)
     step = phases.step[mine]

@@ -237,7 +237,6 @@ def phase_or_data(name: str) -> str | None:
 
 
 def _find_places(attribution: Attribution) -> tuple[list[Place], Ints]:
-    """Return all places, that of no phase first and that of waiting for data second, and each range's."""
     trace = attribution.trace
     places: list[Place] = [_NOWHERE, _LOADING]
     numbers = {_NOWHERE: 0, _LOADING: 1}
@@ -298,7 +297,6 @@ class _HostPlaces:
 
     @staticmethod
     def _names_before(attribution: Attribution, thread: int, places: list[Place]) -> tuple[Ints, Ints]:
-        """Return when phases and waits for data began on a thread, and the place that time just before each gets."""
         ranges, names = attribution.trace.ranges, attribution.trace.names
         mine = np.flatnonzero(ranges.thread == thread)
         mine = mine[np.argsort(ranges.start_ns[mine], kind="stable")].tolist()
@@ -318,7 +316,6 @@ class _HostPlaces:
 
 
 def _cut_at(edges_ns: Ints, start_ns: Ints, end_ns: Ints) -> tuple[Ints, Ints, Ints]:
-    """Return the intervals cut at the edges, which are sorted, and of each piece which interval it is of."""
     first = np.searchsorted(edges_ns, start_ns, side="right")
     last = np.searchsorted(edges_ns, end_ns, side="left")
     which, at = spread(first, last + 1)

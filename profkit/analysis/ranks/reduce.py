@@ -85,7 +85,6 @@ def reduce_ranks(opened: OpenedTrace, light: Mapping[int, LightColumns]) -> list
 
 
 def _between_phases(lines: LinesResult | None) -> int | None:
-    """Return what lines of source take outside of all phases, without their waits for the GPU; None if unknown."""
     if lines is None:
         return None
     return sum(line.own_ns for line in lines.lines if line.thread == "main" and line.phase is None)
@@ -108,7 +107,6 @@ def _reduce_trace(attribution: Attribution, rank: int, light: LightColumns | Non
 
 
 def _tabulate_steps(attribution: Attribution, own: OwnTime, host: OwnTime) -> StepColumns:
-    """Return the steps, and what ran before the first and after the last as steps without a name."""
     trace, base_ns = attribution.trace, attribution.trace.clock_base_ns
     rows = measured_ranges(attribution).get(STEP, empty_ints())
     rows = rows[np.argsort(trace.ranges.start_ns[rows], kind="stable")]
@@ -156,7 +154,6 @@ def _find_phases(trace: Trace, begin_ns: Ints, stop_ns: Ints) -> Phases:
 
 
 def _tabulate_calls(attribution: Attribution, steps: StepColumns) -> tuple[CallColumns, tuple[Group, ...]]:
-    """Return the collectives in the order in which they were called: kernels, or without a GPU ranges on the host."""
     trace, is_on_gpu = attribution.trace, attribution.trace.measure == "gpu-kernel"
     table: Work | Ranges
     if is_on_gpu:
@@ -301,7 +298,6 @@ def _add_own_time(columns: LightColumns, own: OwnTime) -> ReducedRank:
 
 
 def _sum_sending(calls: CallColumns, rows: Ints, time_ns: Ints) -> dict[int, int]:
-    """Return by group what sends and receives took of these times, each spent in the collective of that row."""
     is_sent = calls.is_pairwise[rows]
     groups, number = np.unique(calls.group[rows[is_sent]], return_inverse=True)
     sums = np.zeros(len(groups), dtype=np.int64)
@@ -378,7 +374,6 @@ def _take_over(
 
 
 def _join_groups(record: LightRecord, light: LightRecord) -> tuple[tuple[Group, ...], dict[int, int]]:
-    """Return the groups of both, each once and with its dimension; and number in the light record → number there."""
     dimension = {(group.name, group.ranks): group.dimension for group in light.groups}
     groups = [
         replace(group, dimension=group.dimension or dimension.get((group.name, group.ranks))) for group in record.groups
@@ -436,7 +431,6 @@ def read_and_reduce(
 
 
 def _check_rank(columns: LightColumns, rank: int, path: Path) -> LightColumns:
-    """Return the columns, their record on the machine that its directory names."""
     record = columns.record
     if record.rank != rank:
         raise RunError(f"{path}: holds rank {record.rank}, not {rank}: a copy, or renamed")

@@ -260,10 +260,7 @@ class ProcessCalls:
         return step
 
     def _earlier(self, first: int, start_ns: int) -> tuple[dict[int, int], dict[int, list[int]]]:
-        """Return until when operations that were launched before keep each stream busy, and when the queued ones begin.
-
-        Streams run their operations in the order of the launches.
-        """
+        """Return until when operations launched before keep each stream busy, and when the queued ones begin."""
         earlier = self._operations.take((self._operations.call < first) & (self._operations.end_ns > start_ns))
         free_ns, backlog_ns = {}, {}
         for stream in distinct_values(earlier.stream).tolist():
@@ -274,7 +271,6 @@ class ProcessCalls:
         return free_ns, backlog_ns
 
     def _find_waits(self, step: StepColumns, first: int) -> None:
-        """Say of each call what it is and what it waits for, and of each operation what its stream waited for."""
         names = [self._trace.names[name] for name in self._trace.calls.name[step.call].tolist()]
         last: dict[int, int] = {}
         recorded: dict[int, dict[int, int]] = {}
@@ -325,7 +321,6 @@ class _Sync:
 
 
 def _add_end(step: StepColumns, end_ns: int) -> None:
-    """Add the moment until which the host's Python of the step lasts, as a call of the last one's row."""
     last = max(range(len(step.call_end_ns)), key=step.call_end_ns.__getitem__)
     step.call = np.append(step.call, step.call[-1:])
     step.thread.append(step.thread[last])

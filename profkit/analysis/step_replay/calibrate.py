@@ -156,7 +156,6 @@ _WAITING, _OUTSIDE = -2, -1
 
 
 def _do_not_wait(step: StepColumns) -> Bools:
-    """Return which calls take the host's own time: those that neither wait nor copy."""
     kind = np.array(step.kind)
     found: Bools = (kind == HOST) | (kind == LAUNCH)
     return found
@@ -223,7 +222,6 @@ def _latest_ends(step: StepColumns) -> list[int]:
 
 
 def _latest_on_main(step: StepColumns, found: Replayed) -> Ints:
-    """Return when the program's own stream had ended its work among the first operations, for each number of them."""
     stream, ends = np.array(step.stream, dtype=np.int64), np.array(found.end_ns, dtype=np.int64)
     if not len(stream):
         return np.zeros(1, dtype=np.int64)
@@ -403,7 +401,6 @@ def fit_outside(step: StepColumns, constants: Constants, phases: Phases, factor:
 
 
 def _fit(excess_ns: Callable[[float], int], spread_ns: int) -> Fit | None:
-    """Return the factors with which what is asked is at most so far from 0, None if there is none."""
     known = {factor: excess_ns(factor) for factor in (FASTEST, SLOWEST)}
     if known[FASTEST] > spread_ns or known[SLOWEST] < -spread_ns:
         return None
@@ -412,7 +409,6 @@ def _fit(excess_ns: Callable[[float], int], spread_ns: int) -> Fit | None:
 
 
 def _cross(excess_ns: Callable[[float], int], wanted_ns: int, spread_ns: int, known: dict[float, int]) -> float:
-    """Return the least factor with which the excess, which grows with it, is about as wanted, or the last one."""
     for number in range(_ROUNDS):
         high = min((factor for factor, excess in known.items() if excess >= wanted_ns), default=None)
         if high is None or high == FASTEST:

@@ -112,10 +112,7 @@ def _are_workers_slow(columns: StepColumns, setting: Setting) -> bool:
 
 
 def _wait_for_batches(columns: StepColumns, call: int, every_ns: int, most_ns: int, setting: Setting) -> StepColumns:
-    """Return the step that a batch comes in time for only every so often: it waits before a call, by so much at most.
-
-    While the GPU has work, a wait may pass unseen: it grows until the step is as long.
-    """
+    """Return the step for which a batch comes only every so often: it waits before a call, by so much at most."""
     waited_ns, waiting = 0, columns
     for _ in range(_WAITING_ROUNDS):
         late_ns = every_ns - run_steadily(waiting, setting.constants).step_ns

@@ -1,8 +1,8 @@
 """Edits of a program as changes of a step's columns, and how long the step would take with them.
 
 Each edit is a function of a step that is ready to run. What an edit leaves open (how few launches a fused optimizer
-has, which of several waits a line makes) it answers in three worlds (`facts.World`): the step is run in all of them, at every speed
-of the host that fits. The step after is the unprofiled one and what the change adds to the replay.
+has, which of several waits a line makes) it answers in three worlds (`facts.World`): the step is run in all of them, at
+every speed of the host that fits. The step after is the unprofiled one and what the change adds to the replay.
 
 A dropped call takes no time, and a dropped operation neither: rows stay, so that all columns keep their numbers.
 """
@@ -438,7 +438,6 @@ def drop_checkpoints(columns: StepColumns, setting: Setting) -> StepColumns:
 
 
 def _find_recomputed(columns: StepColumns, setting: Setting, matching: set[int]) -> set[int]:
-    """Return the matching calls that are made again, with those in no module that stand beside them on their thread."""
     again, module = set(setting.step.recomputing), setting.step.module
     by_thread = sorted(range(len(columns.kind)), key=lambda call: columns.thread[call])
     runs = [[*run] for _, run in groupby(by_thread, key=lambda call: (columns.thread[call], call in again))]
@@ -447,7 +446,6 @@ def _find_recomputed(columns: StepColumns, setting: Setting, matching: set[int])
 
 
 def _find_calls_before(columns: StepColumns, passes: Collection[int]) -> set[int]:
-    """Return the calls right before some passes, each on its thread, that do nothing on the GPU."""
     found: set[int] = set()
     for call in passes:
         before = columns.before[call]

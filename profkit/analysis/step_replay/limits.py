@@ -278,7 +278,6 @@ def _fill_pause(pause_ns: int, left: Mapping[LineTime, int]) -> Iterator[tuple[L
 
 
 _FITS = 0.7
-"""A line that takes this share of a pause makes it alone."""
 
 
 def find_limits(step: StepColumns, found: Replayed) -> list[Piece]:

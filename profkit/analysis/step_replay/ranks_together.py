@@ -170,7 +170,6 @@ class _StepOfRanks:
     proof: Proof
 
     def run(self, factor: float, without: int | None = None) -> SteadyRanks:
-        """Run it again and again with the hosts' time in phases scaled; one rank may be left out."""
         at_speed = [
             # Between phases Python takes as long as recorded: what fits a rank by itself knows nothing of its waits.
             replace(rank, columns=_wait_longer(replace(step.phases, outside=1.0).scale_host(step.columns, factor)))
@@ -180,7 +179,6 @@ class _StepOfRanks:
         return run_steadily_together(at_speed, self.wires)
 
     def find_factor(self, unprofiled_ns: int | None, host_factor: float) -> float:
-        """Return the factor on the hosts' time with which it takes as long as unprofiled, or the nearest to it."""
         if unprofiled_ns is None:
             return 1.0
         if self.run(FASTEST).step_ns > (1 - SLOWER_GPU) * unprofiled_ns:

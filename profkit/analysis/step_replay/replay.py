@@ -316,7 +316,6 @@ def _still_queued(step: StepColumns, found: Replayed, host_ns: int) -> dict[int,
 
 
 def _own_times(step: StepColumns, constants: Constants) -> list[int]:
-    """Return the calls' own times: less what they waited for the GPU, for a queue with room, or for their copy."""
     own = list(step.own_ns)
     queues = Queues(step.backlog_ns)
     for at, (first, last) in enumerate(step.launches):
@@ -332,7 +331,6 @@ def _own_times(step: StepColumns, constants: Constants) -> list[int]:
 
 
 def _time_to_copy(step: StepColumns, call: int, constants: Constants) -> int:
-    """Return how long after its call a copy began; where its stream was busy until then, how long launches take."""
     row = step.launches[call][0]
     inside_ns = max(0, step.start_ns[row] - step.call_start_ns[call])
     at = step.previous[row]
@@ -384,7 +382,6 @@ def _find_gaps(step: StepColumns, constants: Constants) -> list[int]:
 
 
 def _find_latencies(step: StepColumns, constants: Constants) -> list[int]:
-    """Return the latency of each operation: the recorded one where its stream was free, if that is no stall."""
     latencies = []
     for row, at in enumerate(step.previous):
         call = step.launcher[row]
@@ -397,7 +394,6 @@ def _find_latencies(step: StepColumns, constants: Constants) -> list[int]:
 
 
 def _find_stalls(step: StepColumns, constants: Constants) -> dict[int, int]:
-    """Return which operations began later than the rules say from the recorded times, and by how much."""
     stalls = {}
     for row, at in enumerate(step.previous):
         call = step.launcher[row]

@@ -363,7 +363,6 @@ def _find_intervals(
 
 
 def _calibrate(steps: Sequence[ReplayedStep], constants: Constants, account: TimeAccount) -> list[ReplayedStep]:
-    """Return the steps as they would be unprofiled; those that no speed of the host makes so stay as recorded."""
     unprofiled, spread_ns = _unprofiled_phases(account)
     timed, step_ns = account.timed, account.step_ns()
     if timed is None or step_ns is None or not unprofiled:

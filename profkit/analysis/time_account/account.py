@@ -193,7 +193,6 @@ class TimeAccount:
         return [rows & (process == owner) & (self.windows.device == device) for owner, device in gpus]
 
     def _unprofiled_idle(self, context: int | None, rows: Bools) -> IdleTime:
-        """Return the idle time of one GPU's rows of one context: each takes the unprofiled step time."""
         mine = rows & (self.context == _number(context))
         parts, data = self.sum_parts(mine)
         count = int(mine.sum())
@@ -316,10 +315,7 @@ def scale_ranges(account: TimeAccount, nodes: RangeNodes, parts: Mapping[int, Gp
 
 
 def _factors(account: TimeAccount) -> tuple[dict[tuple[str, int | None], float], dict[int | None, float]]:
-    """Return the factors of idle time by phase and context, and by context that of a step's time in no phase.
-
-    The phases keep no more idle time than their steps.
-    """
+    """Return the factors of idle time by phase and context, and by context that of a step's time in no phase."""
     known: dict[tuple[str, int | None], float] = {}
     rest_of: dict[int | None, float] = {}
     for context in [] if account.timed is None else account.timed.contexts:

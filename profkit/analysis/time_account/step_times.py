@@ -394,7 +394,6 @@ def _samples_by_clock(steps: Sequence[Mapping[str, int]], clock: Clock) -> dict[
 def _phase_samples(
     steps: Sequence[Mapping[str, int]], clock: Clock, phase: str, times: Sequence[int | None], is_usual: Bools
 ) -> PhaseSamples:
-    """Return the samples of one phase, whose ``times`` are None in steps that have none of it."""
     has_it = np.array([time_ns is not None for time_ns in times])
     times_ns = np.array([time_ns for time_ns in times if time_ns is not None], dtype=np.int64)
     waits_ns = np.zeros_like(times_ns)

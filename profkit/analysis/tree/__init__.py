@@ -104,7 +104,6 @@ def _match(attribution: Attribution, request: str) -> Bools:
 
 
 def _nameable(attribution: Attribution) -> Bools:
-    """Return which ranges a bare name may select: those that were open, and mirrors named ``backward``."""
     names, is_mirror = attribution.trace.names, attribution.is_mirror
     backward = np.array([phase_of(name) == BACKWARD for name in names], dtype=np.bool_)[attribution.trace.ranges.name]
     is_outer = attribution.parent < attribution.mirrors.first

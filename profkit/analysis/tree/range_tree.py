@@ -260,7 +260,6 @@ def build_rows(attribution: Attribution, nodes: RangeNodes, members: Ints) -> di
 
 
 def _count_steps(attribution: Attribution) -> int | None:
-    """Return how many steps each process made if every range lies in a measured step, else None."""
     steps = measured_ranges(attribution).get(STEP, empty_ints())
     top = np.flatnonzero((attribution.parent == NO_RANGE) & ~attribution.is_mirror)
     if not np.array_equal(np.sort(steps), top):
@@ -300,7 +299,6 @@ def work_by_node(attribution: Attribution, nodes: RangeNodes, members: Ints) -> 
 
 
 def _portions(rows: Ints, node: Ints, size: Ints) -> list[Ints]:
-    """Return the rows in portions of whole nodes, each of about `_PLACES_AT_A_TIME`."""
     if size.sum() <= _PLACES_AT_A_TIME:
         return [rows]
     order = np.argsort(node, kind="stable")

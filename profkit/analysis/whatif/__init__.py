@@ -208,7 +208,6 @@ def _fuse(requests: Requests, moments: Ints, is_temporary: Bools, *, has_counter
 
 
 def _make_8bit(program: Program, requests: Requests, where: Ints, gone: Bools) -> Change:
-    """Store each large moment in one byte an element, with the maximum of each block in a tensor of its own."""
     sizes = requests.requested_bytes[where]
     elements = sizes // _element_bytes(program, requests.source[where])
     is_large = elements >= _LEAST_8BIT_ELEMENTS
@@ -313,7 +312,6 @@ def _handed_over(requests: Requests, gradient: int, position: float) -> float:
 
 
 def _halve(program: Program, requests: Requests, where: Bools, what: str | None = None) -> Requests:
-    """Return the requests, some with 2-byte elements for 4-byte ones; refuse it if ``what`` has none of 4 bytes."""
     sizes = requests.requested_bytes[where]
     elements = _element_bytes(program, requests.source[where])
     is_whole = (elements == _WHOLE) & (sizes > _LARGEST_SCALAR_BYTES)

@@ -154,7 +154,6 @@ class _Cases:
         self._capacity, self._is_proven = capacity, is_proven
 
     def today(self) -> Case:
-        """Return the recorded case, as the replay proves it; whether it survives in less memory is simulated."""
         history, capacity = self._memory.history, self._capacity
         curves, moment = history.curves, history.peak_moment
         allocated, reserved = history.allocated_peak_bytes, int(curves.reserved.max())
@@ -237,7 +236,6 @@ class _Cases:
         return cases, take_apart(program, requests, applied, found[0][1])
 
     def _widen(self, case: Case, ends: list[Requests], settings: Settings) -> Case:
-        """Return a case with ranges that also cover other assumptions on what is not known of its edits."""
         requested = [(end.peak_bytes(), end.peak_bytes()) for end in ends]
         case = replace(case, exact=False, requested_range_bytes=_span(case.requested_range_bytes, requested))
         if not self._is_proven:
@@ -293,6 +291,5 @@ def _stretch(case: Case, capacity_bytes: int | None) -> Case:
 
 
 def _span(first: Range, others: Sequence[Range]) -> Range:
-    """Return from where to where some ranges reach together; an end that one of them lacks is unknown."""
     highs = [high for _, high in (first, *others) if high is not None]
     return min(low for low, _ in (first, *others)), max(highs) if len(highs) > len(others) else None

@@ -241,7 +241,6 @@ def find_fitting(
 
 
 def _least_reserved(program: Program, tried: list[tuple[int, Rung]], edited: _Known) -> Rung:
-    """Return the set with the lowest reserved peak, which is never below what is requested."""
     least, least_bytes = tried[0][1], 2**62
     for requested, rung in sorted(tried, key=itemgetter(0)):
         if requested >= least_bytes:
@@ -256,8 +255,6 @@ def _least_reserved(program: Program, tried: list[tuple[int, Rung]], edited: _Kn
 
 
 def _rungs(program: Program, settings: Settings, cost: Cost | None, edited: _Known) -> Iterator[Rung]:
-    """Yield every set of edits that each do something on their own, under the recorded settings and with pages."""
-
     def possible(texts: tuple[str, ...]) -> list[str]:
         return ["", *(text for text in texts if _edited(program, (text,), edited) is not None)]
 
@@ -287,7 +284,6 @@ def _edited(program: Program, edits: tuple[str, ...], known: _Known) -> Requests
 
 
 def _checkpoints(program: Program) -> Iterator[str]:
-    """Yield checkpoints of numbered modules, such as ``h.*``: of every one, and of every second."""
     patterns: dict[str, set[str]] = {}
     for name in forward_ranges(program):
         if _ENDS_IN_NUMBER.search(name):

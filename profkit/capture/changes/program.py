@@ -142,7 +142,6 @@ class Checkpoint(_ModelChange):
 
 
 def _outermost(model: nn.Module, glob: str) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the modules that match, without those within others; a glob may leave out the first parts of a name."""
     taken: list[str] = []
     for name, module in model.named_modules():
         is_within = any(name.startswith(f"{outer}.") for outer in taken)

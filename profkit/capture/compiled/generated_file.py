@@ -388,7 +388,6 @@ def _partition_of(called: ast.expr) -> str | None:
 
 
 def _viewed(value: ast.expr) -> str:
-    """Return the name that an expression is, or a view of; "" if it is neither."""
     if isinstance(value, ast.Name):
         return value.id
     is_view = isinstance(value, ast.Call) and ast.unparse(value.func) in _VIEWS
@@ -406,7 +405,6 @@ def _names(node: ast.AST) -> Iterator[str]:
 
 
 def _dotted(node: ast.AST | None) -> str:
-    """Return ``a.b.c`` of an expression that is nothing but names, "" for another."""
     if isinstance(node, ast.Name):
         return node.id
     if isinstance(node, ast.Attribute):

@@ -264,7 +264,6 @@ def _is_view(node: Any) -> bool:
 
 
 def _is_constant(node: Any, inputs: int = 4) -> bool:
-    """Return whether no tensor of the program goes into an operator, looking back over this many inputs."""
     if node.op != "call_function":
         return node.op == "placeholder" and not isinstance(node.meta.get("val"), torch.Tensor)
     if "rand" in str(node.target) or "seed" in str(node.target):

@@ -143,7 +143,6 @@ def shape_of(module: nn.Module) -> int:
 
 
 def _find(source: str, scopes: dict[str, dict[str, Any]]) -> Any:
-    """Return what Dynamo found at ``source``: ``L['self'].h.0``, ``getattr(G['m'].h, '0')``; None if nothing is."""
     while "getattr(" in source and (flat := _GETATTR.sub(r"\1.\2", source)) != source:
         source = flat
     scope, rest = scopes.get(source[:1]), source[1:]
@@ -164,7 +163,6 @@ def _find(source: str, scopes: dict[str, dict[str, Any]]) -> Any:
 
 
 def _root(local: dict[str, Any], first: tuple[str, ...], sources: dict[str, None]) -> str:
-    """Return the variable with the module on whose behalf a function runs: its ``self``, whatever it is called."""
     variables = [match[1] for source in sources if (match := _VARIABLE.match(source))]
     modules = (name for name in (*first, *dict.fromkeys(variables)) if isinstance(local.get(name), nn.Module))
     return next(modules, "")
@@ -341,7 +339,6 @@ class Entries:
         return watched
 
     def _begin(self, inputs: Sequence[Any]) -> list[nn.Module] | None:
-        """Note the module, open the phase of calls that nobody saw, and return what was called in these."""
         traced, hooks = self._traced, self._hooks
         if traced is None or hooks.is_over:
             return None

@@ -266,7 +266,6 @@ class OutsideNodes:
 
 
 def _made_between_calls(nodes: Iterable[Any], carrier: Carrier) -> Iterator[Any]:
-    """Yield ``nodes`` and those behind them, but none that a module's call made, nor what is behind that."""
     waiting, seen = list(nodes), set()
     spans = list(carrier.spans)
     while waiting:
@@ -378,7 +377,6 @@ def _with_watched_function(forward: Callable[..., Any], listener: RecomputeListe
 
 
 def _kept_by(reference: ref[Any]) -> list[Tensor]:
-    """Return what has been computed again for a checkpoint's frame and is not used yet."""
     frame = reference()
     if frame is None:
         return []
@@ -389,7 +387,6 @@ def _kept_by(reference: ref[Any]) -> list[Tensor]:
 def _seen_again(
     function: Callable[..., Any], listener: RecomputeListener, kept: Callable[[], list[Tensor]] = list
 ) -> Callable[..., Any]:
-    """Return ``function`` so that the listener sees each time that it runs again, which is with gradients on."""
     call = listener.call_to_recompute()
 
     def watched(*args: Any, **kwargs: Any) -> Any:

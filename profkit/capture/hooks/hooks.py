@@ -303,7 +303,6 @@ class Hooks(RangeObserver):
 
     @_harmless
     def _shown(self, event: Callable[..., int | None], *what: Any) -> None:
-        """Show the policy of steps an event that nothing else depends on."""
         self._make_boundary(event(*what))
 
     def enter(self, opened: OpenRanges, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Call | None:
@@ -548,7 +547,6 @@ class Hooks(RangeObserver):
         self._open_optimizer(optimizer, is_update=True)
 
     def _make_boundary(self, number: int | None) -> None:
-        """Have step ``number`` begin as soon as it can, if one is due here."""
         if number is not None:
             self._boundaries.due(number)
 

@@ -176,7 +176,6 @@ def _skip_hooks() -> None:
 
 
 def _code_of_hooks() -> set[CodeType]:
-    """Return the code of all functions that run in the program, closures too."""
     found: set[CodeType] = set()
     values = [
         value for name in list(sys.modules) if name.startswith(_CAPTURE) for value in vars(sys.modules[name]).values()

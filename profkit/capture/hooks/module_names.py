@@ -44,7 +44,6 @@ def unwrap(root: nn.Module) -> nn.Module:
 
 @functools.lru_cache
 def _holder(kind: type[nn.Module]) -> str | None:
-    """Return where a wrapper of this kind holds the model; a subclass of a wrapper is one too."""
     return next((_WRAPPERS[one.__name__] for one in kind.__mro__ if one.__name__ in _WRAPPERS), None)
 
 
@@ -234,7 +233,6 @@ def _levels(modules: dict[str, nn.Module]) -> dict[str, int]:
 
 
 def _wanted_level(modules: dict[str, nn.Module], levels: dict[str, int]) -> int:
-    """Return the level of the parts of the parts of the block that repeats most modules."""
     sizes = Counter(around for path in modules for around in _path_and_around(path))
     repeated: dict[tuple[str, str, type], list[str]] = defaultdict(list)
     for path, module in modules.items():

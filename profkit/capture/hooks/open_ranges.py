@@ -312,7 +312,6 @@ class OpenRanges:
             self._changed()
 
     def _changed(self) -> None:
-        """Tell what this thread works for now: the innermost phase, and the innermost module in it."""
         if self._runs_for is None:
             return
         phase: str | None = None

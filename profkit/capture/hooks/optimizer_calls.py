@@ -99,8 +99,6 @@ def _watch_own_step(optimizer: Any, listener: OptimizerListener) -> Callable[[],
 
 
 def _without_self(step: Callable[..., Any]) -> Callable[..., Any]:
-    """Return an optimizer's own ``step``, which knows its optimizer, as a function of its class."""
-
     @functools.wraps(step)
     def called(_: Optimizer, *args: Any, **kwargs: Any) -> Any:
         return step(*args, **kwargs)
@@ -128,8 +126,6 @@ def optimizer_classes() -> Iterator[Any]:
 
 
 def _around(step: Callable[..., Any], listener: OptimizerListener) -> Callable[..., Any]:
-    """Return ``step``, torch's range and all, as ``listener`` sees it."""
-
     def begins(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
         if listener.is_in_optimizer:
             return None
@@ -156,8 +152,6 @@ def _around(step: Callable[..., Any], listener: OptimizerListener) -> Callable[.
 
 
 def _within(step: Callable[..., Any], listener: OptimizerListener) -> Callable[..., Any]:
-    """Return an optimizer's own ``step``, so that the range after its last closure ends within torch's range."""
-
     @functools.wraps(step)
     def watched(*args: Any, **kwargs: Any) -> Any:
         try:
@@ -175,7 +169,6 @@ def _has_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 def _with_closure(args: tuple[Any, ...], kwargs: dict[str, Any], listener: OptimizerListener) -> Call:
-    """Return the arguments of ``Optimizer.step`` with their closure, if they have one, as the listener sees it."""
     if not _has_closure(args, kwargs):
         return args, kwargs
     closure = args[1] if len(args) > 1 else kwargs["closure"]

@@ -188,7 +188,6 @@ class _Thread(NamedTuple):
     entries: list[Any]
 
     def content(self, numbers: _Numbers) -> ThreadEntries:
-        """Return the entries with ranges alone, each with its number."""
         logged, entries, last_ns = self.entries.copy(), list[int](), 0
         entered: list[str | Call | None] = []
         for what, noted_ns in zip(logged[::2], logged[1::2], strict=True):
@@ -214,7 +213,6 @@ class _Thread(NamedTuple):
 
 
 def _name_of_thread(number: int) -> str:
-    """Return what the kernel calls a thread: the autograd engine names its own."""
     try:
         return Path(f"/proc/self/task/{number}/comm").read_text().strip()
     except OSError:

@@ -178,7 +178,6 @@ def _compiled() -> Compiled | None:
 
 
 def _describe_gpu() -> dict[str, Any]:
-    """Return the current GPU's UUID as nvidia-smi writes it, its memory, and the most that PyTorch held of that."""
     if not torch.cuda.is_initialized():
         return {}
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())

@@ -207,7 +207,6 @@ class StepPolicy:
         return None if kind is None else self._ends(kind, graph)
 
     def _replayed(self, graph: Any) -> StepKind | None:
-        """Return what a replay counts as; None within a call, a backward pass or an optimizer's step."""
         if self._inside.depth or running_graph() != -1:
             return None
         return self._captured.get(graph, StepKind.REPLAY)
@@ -225,7 +224,6 @@ class StepPolicy:
         return self._due(kind, is_boundary=self._is_last(kind, thing, *names))
 
     def _is_weaker(self, kind: StepKind) -> bool:
-        """Return whether things of this kind cannot end a step any more, because stronger ones do."""
         return self._choice is None and self._kind is not None and kind < self._kind
 
     def _is_last(self, kind: StepKind, thing: Any, *names: str | None) -> bool:
@@ -262,7 +260,6 @@ class StepPolicy:
         return None
 
     def _names_of(self, kind: StepKind) -> tuple[str, ...]:
-        """Return the names of what makes a step: now, because nothing here keeps it."""
         if kind in (StepKind.REPLAY, StepKind.STEP_REPLAY):
             return ()
         members = self._rounds[kind].members()

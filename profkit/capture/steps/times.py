@@ -156,7 +156,6 @@ class PhaseClock:
             self._computed = self._mark()
 
     def _now(self) -> Mark:
-        """Return this moment; waiting for data takes no time on a GPU."""
         return mark_on_host() if self._phase == DATA else self._mark()
 
     def _mark_before_cuda(self) -> Mark:

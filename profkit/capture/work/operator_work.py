@@ -148,12 +148,10 @@ class _Operator:
         return str(self.func.name()) if hasattr(self.func, "name") else str(self.func)
 
     def is_view(self, buffers: Buffers) -> bool:
-        """Return whether all that is returned lies in an operand's memory: nothing was done but to look at it."""
         keys = {_storage(one, buffers) for one in self.operands}
         return bool(self.outputs) and all(_storage(one, buffers) in keys for one in self.outputs)
 
     def touched(self, buffers: Buffers) -> tuple[tuple[Access, ...], tuple[Access, ...]]:
-        """Return what is read, then what is written."""
         unread = self._unread()
         reads = [
             _access(one, self._limit_of(name), buffers)

@@ -347,7 +347,6 @@ def _factor(func: Any, name: str) -> int | None:
 
 
 def _element_count(counted: Tensor | None, given: dict[str, Any], results: Sequence[Tensor]) -> int:
-    """Return the elements of ``counted``, else of the first list of tensors, else of the largest operand or result."""
     if counted is not None:
         return counted.numel()
     first = next(iter(given.values()), None)
