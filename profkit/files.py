@@ -99,11 +99,7 @@ def user_cache(*parts: str) -> Path:
 
 
 def write_whole(path: Path, data: bytes, *, mode: int | None = None) -> None:
-    """Write ``data`` to ``path`` as `whole_file` does; a pipe or a device is written to as it is.
-
-    Raises:
-        OSError: it cannot be written; ``filename`` is ``path``.
-    """
+    """Write ``data`` to ``path`` as `whole_file` does; a pipe or a device is written to as it is."""
     if path.exists() and not path.is_file():
         path.write_bytes(data)
         return
@@ -115,11 +111,7 @@ def write_whole(path: Path, data: bytes, *, mode: int | None = None) -> None:
 
 
 def write_json(path: Path, content: Any, *, mode: int | None = None) -> None:
-    """Write ``content`` as indented JSON to ``path`` as `whole_file` does, ``mode`` being its permissions.
-
-    Raises:
-        OSError: it cannot be written; ``filename`` is ``path``.
-    """
+    """Write ``content`` as indented JSON to ``path`` as `whole_file` does, ``mode`` being its permissions."""
     write_whole(path, (json.dumps(content, indent=2) + "\n").encode(), mode=mode)
 
 
@@ -146,10 +138,7 @@ def write_new_json(path: Path, content: Any, *, mode: int | None = None) -> None
 
 @contextmanager
 def collector_off() -> Iterator[None]:
-    """Switch cyclic garbage collection off within this block.
-
-    What is read consists of very many containers and no garbage; each collection would walk them all.
-    """
+    """Switch cyclic garbage collection off within this block: what is read is very many containers and no garbage."""
     was_on = gc.isenabled()
     gc.disable()
     try:

@@ -167,7 +167,6 @@ def is_time_alone(path: Path) -> bool:
 
 
 def _place_of_trace(path: Path, run: Run | None) -> Path:
-    """Return the run instead of the one trace that it holds, which is read with what the run knows of it."""
     is_the_runs = run is not None and path.is_file() and run.find_trace() == path and not run.rank_traces
     return path.parent if is_the_runs else path
 
@@ -271,7 +270,6 @@ def kind_of(path: Path) -> Kind | None:
 
 
 def _find_export(report: Path) -> Path:
-    """Return the export next to a report, if it is not older; else one in the user's cache."""
     export = report.with_suffix(".sqlite")
     if export.is_file() and export.stat().st_mtime_ns >= report.stat().st_mtime_ns:
         return export

@@ -270,7 +270,6 @@ def _make_directory(wanted: Path | None, name: str, job: Job | None) -> Path:
 
 
 def _program_name() -> str:
-    """Return what runs here: the script's file name, or ``notebook``."""
     if "ipykernel" in sys.modules:
         return "notebook"
     return Path(sys.argv[0]).name or "python" if sys.argv else "python"

@@ -64,12 +64,7 @@ _NAMES = (
 
 
 def write_shared_snapshot(path: Path, output: Path, keeper: Keeper) -> None:
-    """Write what profkit reads of the snapshot ``path`` to ``output``, gzipped if its name says so.
-
-    Raises:
-        SnapshotError: it cannot be read, or is no snapshot.
-        OSError: the copy cannot be written.
-    """
+    """Write what profkit reads of the snapshot ``path`` to ``output``, gzipped if its name says so."""
     data = load_data(path)
     build_snapshot(path, data)  # refuses what no command reads
     if isinstance(data, list):
@@ -134,7 +129,6 @@ def _known_path(file: str) -> str:
 
 
 def _known_words(path: str) -> list[str]:
-    """Return the folders of a path, ``…`` for those that no rule looks for."""
     words: list[str] = []
     for word in path.split("/"):
         known = _known_word(word)
@@ -266,9 +260,8 @@ RUN_FILES = {
 
 @dataclass(frozen=True)
 class SharedCopy:
-    """What was written, and what of a run was not and why; by their kind the names that stay.
-
-    ``captures`` are the kinds of captures in the copy.
+    """What was written, and what of a run was not and why; the kinds of ``captures``; by their kind the names that
+    stay.
     """
 
     source: str

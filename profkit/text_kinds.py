@@ -19,7 +19,6 @@ import profkit.names
 LEFT_OUT = "(left out)"
 """Stands in a copy for a text that is not in it."""
 ANY_FILE = "….py"
-"""Stands for a source file."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +58,6 @@ LINE = Kind("source line")
 SOURCE_FILE = Kind("source file")
 FUNCTION = Kind("function", r"[\w.<>…\[\]]{0,200}")
 MESSAGE = Kind("message")
-"""What a program, its user or its machine said: of it a copy tells only which are the same."""
 PROFILER = Kind("profiler's words")
 
 RangeName = Annotated[str, RANGE]

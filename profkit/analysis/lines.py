@@ -179,11 +179,7 @@ def _spread_of(rare: int, steps: int) -> float:
 
 
 def find_lines(run: Run, rank: int = 0) -> LinesResult:
-    """Return the lines of one rank of a run, scaled phase by phase to that rank's unprofiled steps.
-
-    Raises:
-        RunError: they were not recorded, or their file cannot be read.
-    """
+    """Return the lines of one rank of a run, scaled phase by phase to that rank's unprofiled steps."""
     found = run.lines(rank)
     if found is None:
         whose = f" of rank {rank}" if rank else ""

@@ -100,10 +100,7 @@ class SelfCheck(NotebookResult):
 
 
 def check_capture(attribution: Attribution, log: str = "", run: KnownRun = UNKNOWN_RUN) -> SelfCheck:
-    """Return what can be said for and against trusting a capture.
-
-    ``log`` is what the profiler printed while it recorded and imported, where a run directory kept it.
-    """
+    """Return what can be said for and against trusting a capture; ``log`` is what the profiler printed meanwhile."""
     trace = attribution.trace
     of_launches = (_check_lost, _check_unlaunched, _check_density) if trace.measure == "gpu-kernel" else ()
     loss = LOSS_IN_LOG.search(log)

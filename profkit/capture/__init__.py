@@ -48,10 +48,7 @@ def killed_rank(error: BaseException) -> tuple[int, str] | None:
 
 
 def find_failure(rank: int | None) -> Failure | None:
-    """Return the exception that ends this process, which has ``rank`` if it is one of several; None: none does.
-
-    torchrun ends all ranks and does not say why.
-    """
+    """Return the exception that ends this process, which has ``rank`` if it is one of several; None: none does."""
     error = getattr(sys, "last_value", None)
     if error is None:
         return None

@@ -99,10 +99,7 @@ class MemoryRecording(Watcher):
         torch.cuda._lazy_call(self._begin)
 
     def steps_end(self) -> None:
-        """Write the snapshot, unless an allocation that failed in this step already wrote it.
-
-        From now on only allocations that fail matter.
-        """
+        """Write the snapshot, unless a failed allocation of this step did; from now on only such allocations matter."""
         if self._notes_steps and not self._is_full:
             self._take("dump")
             self._is_of_failure = False

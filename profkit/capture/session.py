@@ -70,11 +70,7 @@ _UNTIMED, _ENOUGH_TIMED = 3, 10
 
 
 def attach() -> None:
-    """Start in this process what the environment asks for.
-
-    Raises:
-        OSError: the run's directory cannot be written to.
-    """
+    """Start in this process what the environment asks for; OSError if the run's directory cannot be written to."""
     order = Order.from_environment(os.environ)
     if order.trial is None:
         session: Session | Trial = Session(order)

@@ -220,11 +220,7 @@ def try_(
 
 
 def parse_each(texts: Sequence[str]) -> tuple[str, ...]:
-    """Return the edits as they are written, each once.
-
-    Raises:
-        UsageError: there is no such edit, or it is predicted only.
-    """
+    """Return the edits as they are written, each once; UsageError if one is unknown, or predicted only."""
     for text in texts:
         (edit,) = parse_edits([text])
         if not edit.spec.can_be_tried:

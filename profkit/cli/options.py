@@ -49,10 +49,7 @@ def range_option(text: str) -> Callable[[Command], Command]:
 
 
 def capture_argument(name: str, shown: str | None = None) -> Callable[[Command], Command]:
-    """Add the capture to be read, as the parameter ``name``: if it is left out, the newest complete run here.
-
-    The line on standard error says which that is. Commands that judge or copy a run do without: theirs is named.
-    """
+    """Add the capture to be read, as the parameter ``name``: if it is left out, the newest complete run here."""
     metavar = f"[{shown or name.upper()}]"
     return click.argument(name, type=FILE, metavar=metavar, required=False, callback=_capture_or_newest_run)
 

@@ -50,13 +50,7 @@ class Output:
         return self.style not in ("csv", "json")
 
     def print(self, document: Document) -> None:
-        """Print a result, or write it to the file; its warnings go to standard error too.
-
-        Raises:
-            ProfkitError: there is no file, and standard output is closed.
-            UsageError: ``--csv-safe`` was given for another format.
-            OSError: it cannot be written.
-        """
+        """Print a result, or write it to the file; its warnings go to standard error too."""
         if self.is_csv_safe:
             if self.style != "csv":
                 raise UsageError("--csv-safe is about cells of CSV; add --format csv")

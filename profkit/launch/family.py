@@ -36,9 +36,8 @@ _POLL_S = 0.02
 
 @dataclass(frozen=True)
 class Family:
-    """The child ``pid`` (None: its start was interrupted), which leads a session, and what has the mark.
-
-    That is the value of ``variable`` in the environment.
+    """The child ``pid`` (None: its start was interrupted), which leads a session, and what has the mark in
+    ``variable``.
     """
 
     mark: str

@@ -206,9 +206,6 @@ def open_session(nsys: Nsys, report: Path, log: IO[bytes], *, uses_cuda: bool = 
     """Yield a session that leaves ``report``; nsys's temporary files are gone after the block.
 
     Interrupted, nsys leaves its raw data behind, which can be gigabytes.
-
-    Raises:
-        ToolError: there is no room for a capture, or for nsys's temporary files.
     """
     places = ((report.parent, "name another with -o"), (Path(tempfile.gettempdir()), "point TMPDIR to another disk"))
     for folder, cure in places:

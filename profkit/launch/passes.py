@@ -26,11 +26,7 @@ PREFIX = "model."
 
 
 def parse_target(text: str) -> str:
-    """Return the preset that ``model.NAME`` names.
-
-    Raises:
-        UsageError: no such preset (the nearest are named), or a word that names neither a model nor a program.
-    """
+    """Return the preset that ``model.NAME`` names; UsageError names the nearest if there is none."""
     name = text.removeprefix(PREFIX)
     if text.startswith(PREFIX) and name in PRESETS:
         return name

@@ -141,7 +141,6 @@ def _run(
 
 
 def _let_end(child: subprocess.Popen[bytes], started: Family, tool: Path | None, signals: list[int]) -> None:
-    """Pass Ctrl-C on, and wait until the child has ended, the patience is over or another signal comes."""
     started.send(signal.SIGINT, but=tool)
     began = time.monotonic()
     is_said = False

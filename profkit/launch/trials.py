@@ -109,10 +109,7 @@ class TrialRunner:
         return TrialPlan(VERSION, utc_now(), self._warmup, self._steps)
 
     def run(self, variants: Sequence[Edits], keep: Keep) -> None:
-        """Try each of the edits, or sets of edits, in turns with the program as it is.
-
-        ``keep`` gets each process as soon as it has ended.
-        """
+        """Try each set of edits in turns with the program as it is; ``keep`` gets each process as it ends."""
         left = dict.fromkeys(variants, self._options.processes)
         turn = 0
         while any(left.values()):

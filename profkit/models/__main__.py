@@ -109,11 +109,7 @@ def share_parameters(module: nn.Module, source: nn.Module) -> None:
 
 
 def train(options: TrainingOptions) -> None:
-    """Train the model as the options say.
-
-    Raises:
-        UsageError: the machine lacks what they ask for.
-    """
+    """Train the model as the options say; UsageError if the machine lacks what they ask for."""
     rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     device = choose_device(options)
     with _group(device, ranks):
@@ -152,11 +148,7 @@ def _context(training: Training, trainings: Sequence[Training]) -> annotate | nu
 
 
 def choose_device(options: TrainingOptions) -> torch.device:
-    """Return the device to train on; ``auto`` is CUDA where this torch sees a GPU.
-
-    Raises:
-        UsageError: there is no such device, or it lacks the type.
-    """
+    """Return the device to train on, CUDA for ``auto`` where this torch sees a GPU; UsageError if it cannot be used."""
     has_gpu = torch.cuda.is_available()
     if options.device == "cuda" and not has_gpu:
         raise UsageError(f"--device cuda: this torch ({torch.__version__}) sees no CUDA GPU; leave --device out")
@@ -168,7 +160,6 @@ def choose_device(options: TrainingOptions) -> torch.device:
 
 @contextmanager
 def _group(device: torch.device, ranks: int) -> Iterator[None]:
-    """Be one of several ranks in the block: NCCL with a GPU of its own, gloo on the CPU."""
     if ranks == 1:
         yield
         return

@@ -309,7 +309,6 @@ def _screen_cell(column: Column, row: Row) -> str:
 
 
 def _brief(column: Column, rows: Sequence[Row], cells: Sequence[str], width: int) -> list[str]:
-    """Return a column's cells, those of rows that are too long by the column's ``brief`` if that fits."""
     briefs = [] if column.brief is None else [make_visible(column.brief(row)) for row in rows]
     chosen = [brief if len(brief) <= width < len(cell) else cell for brief, cell in zip(briefs, cells, strict=False)]
     return [*chosen, *cells[len(chosen) :]]

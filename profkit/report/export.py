@@ -67,7 +67,6 @@ def _launching_calls(trace: Trace, rows: Work | Copies) -> Ints:
 
 
 def _assign_lanes(start_ns: Ints, end_ns: Ints) -> list[int]:
-    """Return a lane for each row: the lowest whose last row has ended, so that no two rows of a lane run at once."""
     lanes = [0] * len(start_ns)
     running: list[tuple[int, int]] = []
     free: list[int] = []
@@ -81,7 +80,6 @@ def _assign_lanes(start_ns: Ints, end_ns: Ints) -> list[int]:
 
 
 def _find_crossing(start_ns: Ints, end_ns: Ints) -> list[int]:
-    """Return the rows that begin within another one and end after it: all others lie in one another, or apart."""
     crossing = []
     around: list[int] = []
     order = np.lexsort((-end_ns, start_ns))
@@ -142,7 +140,6 @@ class _Rows:
         self._flows = count(1)
 
     def all(self) -> Iterator[str]:
-        """Return every row: names of processes and threads, host, GPUs, flows."""
         trace = self._trace
         yield from self._metadata()
         yield from self._ranges()

@@ -56,9 +56,6 @@ def draw_png(path: Path, width: float, height: float) -> Iterator[tuple[Figure, 
     """Yield an empty figure of ``width`` by ``height`` inches and its axes; write it to ``path`` when the block ends.
 
     A dollar sign in a name is a dollar sign, and no formula; a missing glyph is a box.
-
-    Raises:
-        OSError: it cannot be written.
     """
     with rc_context({"text.parse_math": False}), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph .* missing from")
@@ -165,7 +162,6 @@ def _figures(bar: _Bar, whole_ns: int, steps: int | None) -> str:
 
 
 def _make_room(figure: Figure, axes: Axes, texts: list[Annotation]) -> None:
-    """Widen the axis until every text to the right of a bar lies within the axes."""
     axes.set_xlim(left=0)
     for _ in range(_TRIES):  # other ticks may change the width of the axes a little
         figure.draw_without_rendering()
@@ -432,7 +428,6 @@ def _phase_of(row: EfficiencyRow) -> str:
 
 
 def _colour_of(words: str | None) -> str:
-    """Return the colour of a limit; waiting for ranks has that of communication."""
     kind = "communication" if words == WAITING or (words or "").startswith("waiting for rank") else words
     return _COLOURS.get(kind or "", _OTHER_COLOUR)
 
@@ -459,7 +454,6 @@ def _title(result: EfficiencyResult) -> str:
 
 
 def _draw_roofs(axes: Axes, result: EfficiencyResult, peaks: Peaks, points: list[EfficiencyRow]) -> None:
-    """Draw one roof per dtype; that of the run's products is the bold one."""
     intensities = [row.intensity or 1.0 for row in points]
     ridge = max(peaks.flops_per_s.values()) / peaks.bytes_per_s
     low, high = min(*intensities, ridge) / _MARGIN, max(*intensities, ridge) * _MARGIN
@@ -506,7 +500,6 @@ def _groups(peaks: Peaks) -> list[list[str]]:
 
 
 def _name_points(axes: Axes, points: list[EfficiencyRow]) -> None:
-    """Number the points with the most kernel time, and list their names beside the picture."""
     named = sorted(points, key=lambda row: -row.kernel_time_ns)[:_MOST_NAMED]
     names = []
     for number, row in enumerate(named, 1):

@@ -120,11 +120,7 @@ def read_record(kind: type[T], path: Path, version: int | None = None) -> T:
 
 
 def write_record(path: Path, record: Any, *, mode: int | None = None) -> None:
-    """Write a dataclass as JSON, as `read_record` reads it; the file appears whole or not at all.
-
-    Raises:
-        OSError: it cannot be written; ``filename`` is ``path``.
-    """
+    """Write a dataclass as JSON, as `read_record` reads it; the file appears whole or not at all."""
     write_json(path, asdict(record), mode=mode)
 
 

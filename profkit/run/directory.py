@@ -88,11 +88,7 @@ class Run:
         return read_work(self.path / WORK) if (self.path / WORK).exists() else None
 
     def lines(self, rank: int = 0) -> RunLines | None:
-        """The lines of source behind the steps' time in one rank, if they were looked for.
-
-        Raises:
-            RunError: the file cannot be read.
-        """
+        """The lines of source behind the steps' time in one rank, if they were looked for."""
         from profkit.run.lines import read_run_lines
 
         path = self.path / name_of_rank(LINES, rank)
@@ -189,10 +185,8 @@ class Run:
         return dict(sorted((int(match[1] or 0), path) for path, match in named.items() if match))
 
     def find_trace(self) -> Path:
-        """Return the preferred trace; of several ranks' the first, `rank_traces` has them all.
-
-        Raises:
-            TraceError: there is none; how the run ended is said.
+        """Return the preferred trace, of several ranks' the first (`rank_traces` has all); TraceError says how the run
+        ended.
         """
         if self.traces:
             return self.traces[0]

@@ -204,11 +204,7 @@ class Edit:
 
 
 def parse_edits(texts: Iterable[str]) -> tuple[Edit, ...]:
-    """Return edits in the order in which they are applied.
-
-    Raises:
-        UsageError: there is no such edit, or two of them exchange the optimizer.
-    """
+    """Return edits in the order in which they are applied; UsageError for one that is unknown, or two optimizers."""
     edits = [_parse(text) for text in dict.fromkeys(texts)]
     optimizers = [edit.text for edit in edits if edit.spec.name == "optimizer"]
     if len(optimizers) > 1:
@@ -237,11 +233,7 @@ def _parse(text: str) -> Edit:
 
 
 def read_factor(text: str) -> Fraction:
-    """Return the factor that ``×2``, ``x0.5`` or ``1/2`` stands for.
-
-    Raises:
-        UsageError: it stands for none, or for one that is too large.
-    """
+    """Return the factor that ``×2``, ``x0.5`` or ``1/2`` stands for; UsageError for none, or one too large."""
     match = _FACTOR.fullmatch(text)
     factor = Fraction(match[1]) if match else Fraction(0)
     if not 0 < factor <= _LARGEST_FACTOR:

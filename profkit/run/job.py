@@ -121,7 +121,6 @@ def rank_of_command(environment: Mapping[str, str], words: Sequence[str]) -> int
 
 
 def _task(environment: Mapping[str, str]) -> tuple[int, int | None]:
-    """Return how many processes an MPI or Slurm started together with this one, and which of them this is."""
     for count, number in _TASKS:
         started = number_in(environment, count)
         if started is not None:
@@ -247,11 +246,7 @@ class RankChoice:
 
     @classmethod
     def parse(cls, text: str) -> RankChoice:
-        """Return the choice that a text makes.
-
-        Raises:
-            ValueError: it makes none.
-        """
+        """Return the choice that a text makes; ValueError if it makes none."""
         if text == FIRST_PER_NODE:
             return cls()
         parts = [_SPAN.fullmatch(part.strip()) for part in text.split(",")]

@@ -243,12 +243,10 @@ def _take_lines(path: Path, *, is_each_checked: bool) -> tuple[LightRecord, list
 
 @lru_cache(maxsize=256)
 def _intern_ranks(ranks: tuple[int, ...]) -> tuple[int, ...]:
-    """Return one tuple for all that are equal: the records of all ranks name all ranks of their groups."""
     return ranks
 
 
 def _build(record: LightRecord, lines: Sequence[Columns], shared: Mapping[int, Columns]) -> LightColumns:
-    """Return the steps as columns of numbers; all values of a column are checked at once, as there may be thousands."""
     names = list(chain.from_iterable(line["name"] for line in lines))
     sizes = [len(line["name"]) for line in lines]
     throttle = [*chain.from_iterable(line.get("throttle", [()] * len(line["name"])) for line in lines)]

@@ -173,7 +173,6 @@ class StepLines:
         return "".join(lines)
 
     def _number(self, calls: Collectives, lines: list[str]) -> int:
-        """Return the number of what a step's calls share with others; the first time a line says what that is."""
         columns = {name: getattr(calls, name) for name in COMMON}
         key = tuple(map(tuple, columns.values()))
         number = self._known.get(key, self._count)
@@ -186,7 +185,6 @@ class StepLines:
 
 
 def _pack(steps: Sequence[StepRecord], calls: list[int]) -> Columns:
-    """Return steps as a line holds them: numbers as one text; what is unknown or empty is left out."""
     line: Columns = {"name": [step.name for step in steps]}
     if any(step.throttle for step in steps):
         line["throttle"] = [step.throttle for step in steps]

@@ -456,11 +456,7 @@ class Manifest:
 
 
 def read_manifest(path: Path) -> Manifest:
-    """Return the content of a ``manifest.json``.
-
-    Raises:
-        RunError: it cannot be read, or a value in it is of another type; the key is named.
-    """
+    """Return the content of a ``manifest.json``; RunError names the key if a value is of another type."""
     try:
         return read_record(Manifest, path)
     except FileNotFoundError:

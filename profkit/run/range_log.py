@@ -334,7 +334,6 @@ def _blocks_of_calls(
 
 
 def _arguments_of(calls: list[LoggedCollective], kernels: int) -> dict[str, Any]:
-    """Return the arguments of what one kernel, or each of several, that these calls became is; {} if it is unknown."""
     if len({(call.kind, call.group) for call in calls}) != 1:
         return {}
     arguments = dict(calls[0].arguments)
@@ -347,7 +346,6 @@ def _arguments_of(calls: list[LoggedCollective], kernels: int) -> dict[str, Any]
 
 
 def _fit_calls(calls: list[_Call], edges: list[int]) -> tuple[int, int]:
-    """Return how many calls of a thread lie across an edge of its ranges, and how far edges may move until one does."""
     across, room_ns = 0, _FARTHEST_NS
     for start, end, _ in calls:
         before, after = bisect_right(edges, start), bisect_left(edges, end)

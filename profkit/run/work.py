@@ -170,11 +170,7 @@ class RunWork:
 
 
 def read_work(path: Path) -> RunWork:
-    """Return the content of a ``work.json``.
-
-    Raises:
-        RunError: the file cannot be read, or is of another version or form.
-    """
+    """Return the content of a ``work.json``; RunError if it cannot be read, or is of another version or form."""
     return read_record(RunWork, path, VERSION)
 
 
@@ -229,11 +225,7 @@ class Ceilings:
 
 
 def read_ceilings(path: Path) -> Ceilings:
-    """Return the ceilings in a file.
-
-    Raises:
-        RunError: there is no such file, it cannot be read, or it is of another version or form.
-    """
+    """Return the ceilings in a file; RunError if it cannot be read, or is of another version or form."""
     try:
         return read_record(Ceilings, path, VERSION)
     except FileNotFoundError:

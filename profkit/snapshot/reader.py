@@ -75,11 +75,7 @@ def read_snapshot(path: str | Path) -> Snapshot:
 
 
 def build_snapshot(path: Path, data: Any) -> Snapshot:
-    """Return the snapshot in what a pickle held; ``path`` is for messages.
-
-    Raises:
-        SnapshotError: it is no snapshot, holds impossible values, or no device was used in it.
-    """
+    """Return the snapshot in what a pickle held; ``path`` is for messages."""
     try:
         return _build(path, data)
     except (KeyError, TypeError, ValueError, OverflowError, AttributeError, IndexError) as error:
@@ -116,7 +112,6 @@ def _build(path: Path, data: Any) -> Snapshot:
 
 
 def _records(entries: Any, what: str) -> list[dict[str, Any]]:
-    """Return a list of dictionaries; anything else is a ValueError that names it."""
     if not isinstance(entries, list) or not set(map(type, entries)) <= {dict}:
         raise ValueError(f"{what} is no list of records")
     _refuse_shared(entries, f"records of {what}")
@@ -174,7 +169,6 @@ def _integers(values: Iterable[Any], what: str) -> Ints:
 
 
 def _read_addresses(trace: list[dict[str, Any]]) -> Ints:
-    """Return where each event happened; out-of-memory events carry ``device_free`` instead."""
     try:
         return _column(trace, "addr")
     except KeyError:

@@ -55,11 +55,7 @@ class JsonStream:
                 return self._text[self._at : self._at + 1]
 
     def take(self, characters: str) -> str:
-        """Take the next character, which must be one of these.
-
-        Raises:
-            JsonError: it is another.
-        """
+        """Take the next character; JsonError if it is none of these."""
         character = self.next_character()
         if not character or character not in characters:
             self._refuse(f"Expecting {' or '.join(map(repr, characters))}", self._at)
@@ -67,12 +63,7 @@ class JsonStream:
         return character
 
     def value(self) -> Any:
-        """Take and return the next value.
-
-        Raises:
-            JsonError: there is none.
-            RecursionError: it is nested too deep.
-        """
+        """Take and return the next value; JsonError if there is none, RecursionError if it is nested too deep."""
         self.next_character()
         while True:
             try:
@@ -145,16 +136,11 @@ class JsonStream:
         return objects
 
     def end(self) -> None:
-        """Check that nothing follows.
-
-        Raises:
-            JsonError: something does.
-        """
+        """Check that nothing follows; JsonError if something does."""
         if self.next_character():
             self._refuse("Extra data", self._at)
 
     def _fill(self) -> bool:
-        """Read more text, twice as much as is there and not yet taken; return whether there was any."""
         if self._is_whole:
             return False
         # The character before the value tells whether a bare word in it may stand there.
@@ -167,7 +153,6 @@ class JsonStream:
         return len(self._text) > len(rest) or not self._is_whole
 
     def _may_go_on(self, message: str, at: int) -> bool:
-        """Whether the parser ran out of text, rather than into something that is no JSON."""
         return message.startswith("Unterminated string") or at >= len(self._text.rstrip()) - _LONGEST_WORD
 
     def _refuse(self, message: str, at: int) -> NoReturn:

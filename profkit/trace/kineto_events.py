@@ -124,7 +124,6 @@ def _read_document(path: Path, stream: JsonStream) -> tuple[dict[str, Any], Rows
 
 @contextmanager
 def _open(path: Path) -> Iterator[tuple[Callable[[int], bytes], int]]:
-    """Yield what reads a given number of bytes of the file, unzipped, and how much memory its events may take."""
     with open(path, "rb") as file:
         is_gzip = file.read(2) == _GZIP_MAGIC
         size = file.seek(0, 2)
@@ -166,10 +165,7 @@ def parse_microseconds(value: object) -> int | None:
 
 @dataclass(frozen=True, eq=False)
 class HostRows:
-    """Rows of host threads, sorted by start; ``events`` are the rows themselves, in the same order.
-
-    ``is_open`` marks those in which the profiler stopped.
-    """
+    """Rows of host threads and their ``events``, by start; ``is_open`` marks those in which the profiler stopped."""
 
     events: list[Event]
     name: Ints

@@ -190,7 +190,6 @@ class _Reader:
         return tables
 
     def _there(self, table: str, wanted: _Wanted) -> _Wanted:
-        """Return which of the wanted columns the table has; one without which rows cannot be placed must be there."""
         there = {ours: theirs for ours, theirs in wanted.items() if theirs[0] in self.tables[table]}
         missing = next(
             (theirs[0] for ours, theirs in wanted.items() if ours not in there and ours not in _OPTIONAL), None
@@ -258,7 +257,6 @@ class _Reader:
         )
 
     def _intern(self, *columns: Ints) -> Names:
-        """Replace string ids in the columns, in place, by indices into one table of names."""
         names = Names(self.file)
         for column in columns:
             graphs = {i: _GRAPH_NAME.format(-2 - i) for i in distinct_values(column[column < -1]).tolist()}
@@ -313,7 +311,6 @@ def _sorted_by_start(calls: Columns) -> Columns:
 
 
 def _place(parts: list[Columns], launches: LaunchIndex) -> Columns:
-    """Return the columns that kernels and copies have alike, and who launched each row and when."""
     names = {"start_ns": "start", "end_ns": "end", "device": "device", "stream": "stream", "process": "process"}
     placed = {ours: _join(parts, name) for ours, name in names.items()}
     launch_ns, launch_thread = launches.find(placed["process"], _join(parts, "correlation"), placed["start_ns"])

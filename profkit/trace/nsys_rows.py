@@ -111,7 +111,6 @@ def _range_names(file: SqliteFile, columns: frozenset[str], names: Names, text_i
 
 
 def _domain_names(file: SqliteFile, columns: frozenset[str], names: Names, process: Ints, domain: Ints) -> Ints:
-    """Return the index of each range's domain name: empty for the default domain, ids are per process."""
     if "domainId" not in columns:
         return np.full(len(domain), names.intern(""), dtype=np.int64)
     text, text_id = (name if name in columns else "NULL" for name in ("text", "textId"))
@@ -197,7 +196,6 @@ class _ProcessCalls:
     rows: Ints
 
     def first_of(self, ids: Ints) -> Ints:
-        """Return the row of the first call that has each id, -1 where there is none."""
         if not len(self.ids):
             return np.full(len(ids), -1, dtype=np.int64)
         if self.table is not None:
@@ -302,10 +300,7 @@ def read_syncs(file: SqliteFile, tables: Mapping[str, frozenset[str]], calls: La
 def _read(
     file: SqliteFile, tables: Mapping[str, frozenset[str]], table: str, calls: LaunchIndex
 ) -> tuple[Ints, Ints, Ints, Ints]:
-    """Return call, device and stream of each row, and what names one recording of an event (rows, 3).
-
-    That is the process and the recording's number, where there is one, else the event.
-    """
+    """Return call, device and stream of each row, and what names one recording of an event (rows, 3)."""
     names = ("globalPid", "correlationId", "deviceId", "streamId", "eventId", "eventSyncId")
     there = [name for name in names if name in tables.get(table, ())]
     columns = {}

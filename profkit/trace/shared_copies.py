@@ -69,12 +69,7 @@ _FIRST_TRACK = 1 << 40
 
 
 def write_shared_kineto(path: Path, output: Path, keeper: Keeper) -> None:
-    """Write what profkit reads of the trace ``path`` to ``output``, gzipped if its name says so.
-
-    Raises:
-        TraceError: it cannot be read, or is no Chrome trace.
-        OSError: the copy cannot be written.
-    """
+    """Write what profkit reads of the trace ``path`` to ``output``, gzipped if its name says so."""
     header, rows = load_chrome_trace(path)
     copy = _KinetoCopy(keeper)
     with whole_stream(output) as file:
@@ -134,7 +129,6 @@ class _KinetoCopy:
         return self.keeper.text_or_none(kind, str(value) if type(value) is int else value)
 
     def _track(self, track: object) -> object:
-        """Return the thread or stream of a row; a number of the copy's own for a thread that has none."""
         number = parse_integer(track)
         if number is not None or track is None:
             return number
@@ -219,12 +213,7 @@ _ROWS_READ = {
 
 
 def write_shared_export(path: Path, output: Path, keeper: Keeper) -> None:
-    """Write what profkit reads of the nsys export ``path`` to ``output``.
-
-    Raises:
-        TraceError: it cannot be read, or is no export.
-        OSError: the copy cannot be written.
-    """
+    """Write what profkit reads of the nsys export ``path`` to ``output``."""
     with SqliteFile(path) as file, whole_file(output) as partial:
         partial.touch(mode=0o600)  # until it is whole, nobody else may read it; a missing folder is said plainly
         try:

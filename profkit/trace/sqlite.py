@@ -193,7 +193,6 @@ class SqliteFile:
         return [self._read_plain(request) or self._read_by_sql(request) for request in requests]
 
     def _read_plain(self, request: ColumnRequest) -> list[Ints] | None:
-        """Return the columns from the table's pages, None if SQLite itself must read them."""
         layout = self._layout.get(request.table, ())
         if not request.columns.keys() <= set(layout):
             return None
@@ -231,7 +230,6 @@ class SqliteFile:
 
 
 def _refuse_unfit(path: Path) -> bytes:
-    """Return the file's header; raise unless the file looks like a whole SQLite database at rest."""
     try:
         if not stat.S_ISREG(path.stat().st_mode):
             raise TraceError(f"{path}: not a regular file; write the export to a file and give that")
@@ -365,7 +363,6 @@ class PageReader:
         return _decode_columns(data, at + 1, header_end, columns, null_values)
 
     def _cells(self, pages: Bytes) -> Ints:
-        """Return where every cell of the pages begins, counted from the start of the batch."""
         counts = pages[:, 3].astype(np.int64) << 8 | pages[:, 4]
         most = int(counts.max(initial=0))
         if 8 + 2 * most > self._page_bytes:
@@ -412,7 +409,6 @@ def _decode_columns(
 
 
 def _varint2(data: Bytes, at: Ints) -> tuple[Ints, Ints]:
-    """Return the varints of one or two bytes at these places, and where they end."""
     first, second = data.take(at).astype(np.int64), data.take(at + 1).astype(np.int64)
     long = first >= 0x80
     if (long & (second >= 0x80)).any():

@@ -167,9 +167,6 @@ def find_advice(capture: OpenedCapture, summary: Summary) -> AdviceResult:
     """Return what to try in a capture of which ``summary`` is the summary, and what was tried in its run.
 
     A Try whose effect was measured ranks by that.
-
-    Raises:
-        RunError: the run's file of trials cannot be read.
     """
     result = _find_tries(capture, summary)
     return result if capture.run is None else add_trials(result, capture.run.trials)

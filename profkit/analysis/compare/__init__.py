@@ -98,12 +98,7 @@ class ReducedWork:
 
 
 def reduce_work(attribution: Attribution, range: str | None = None) -> ReducedWork:
-    """Return what samples of a trace are taken from; with a range only of what lies under it.
-
-    Raises:
-        TraceError: the trace has no ranges to choose from.
-        UsageError: an unknown range.
-    """
+    """Return what samples of a trace are taken from; with a range only of what lies under it."""
     trace = attribution.trace
     members = _choose_steps(attribution, range)
     steps, whole = _number_steps(attribution, members) if len(members) else None, _number_whole(attribution)
@@ -127,10 +122,6 @@ def sample_steps(attribution: Attribution, range: str | None = None, *, by_step:
 
     If ``range`` is given, only what lies under it counts. If whole steps lie within the range (``context 128``), those
     are the samples, else all steps are.
-
-    Raises:
-        TraceError: the trace has no ranges to choose from.
-        UsageError: an unknown range.
     """
     reduced = reduce_work(attribution, range)
     (nodes,) = join_kinds(reduced.nodes)

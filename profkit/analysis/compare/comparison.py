@@ -204,12 +204,7 @@ class ReducedCapture:
 
 
 def reduce_capture(capture: OpenedCapture, range: str | None = None) -> ReducedCapture:
-    """Return what a comparison needs of a capture; with a range only of what lies under it.
-
-    Raises:
-        TraceError: the trace has no ranges to choose from.
-        UsageError: an unknown range.
-    """
+    """Return what a comparison needs of a capture; with a range only of what lies under it."""
     trace, work, steps_ns = capture.trace, None, empty_ints()
     if trace is not None and len(trace.trace.work):
         steps_ns = trace.account.recorded_steps_ns() if range is None else steps_ns
@@ -291,11 +286,7 @@ def _compare_samples(name: str, before: PhaseSamples, after: PhaseSamples) -> Cl
 
 
 def refuse_other_measure(before: ReducedCapture, after: ReducedCapture) -> None:
-    """Raise if one trace measures GPU kernels and the other CPU operators: no force makes them comparable.
-
-    Raises:
-        UsageError: they do.
-    """
+    """Raise UsageError if one trace measures GPU kernels and the other CPU operators: no force helps."""
     measures = [None if capture.work is None else capture.work.measure for capture in (before, after)]
     if None not in measures and measures[0] != measures[1]:
         named = {"gpu-kernel": "the time of GPU kernels", "cpu-operator": "the self time of CPU operators"}

@@ -90,10 +90,6 @@ def read_run_facts(
     Args:
         ceilings: a file of `profkit ceilings`, or a run directory that has one; by default the run's own.
         dtype: the type of matrix products, if the run does not name it.
-
-    Raises:
-        RunError: a file of the run, or the ceilings, cannot be read.
-        UsageError: the ceilings were measured on another GPU, or the run names another ``dtype``.
     """
     manifest = Manifest() if run is None else run.manifest
     work = None if run is None else run.work

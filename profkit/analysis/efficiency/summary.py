@@ -221,10 +221,6 @@ def measure_efficiency(
     Args:
         range: only these ranges and those within them, as ``--range`` names them.
         numbered: keep ``step 0`` and ``step 1`` apart.
-
-    Raises:
-        TraceError: no GPU work was recorded, times are impossible, or the trace has no ranges to choose from.
-        UsageError: an unknown range.
     """
     attribution, timed = account.attribution, account.timed
     trace, times = attribution.trace, account.gpu_times

@@ -25,10 +25,7 @@ _SIZES = ("size mismatch", "stride mismatch", ".size()", ".shape[")
 
 @dataclass(frozen=True)
 class CompiledStep:
-    """What was compiled in one recorded step: ``duration_ns`` is the time that the step spent in it.
-
-    ``again`` are those that were compiled before, each with its line and reason.
-    """
+    """What was compiled in one recorded step: ``duration_ns`` is the time that the step spent in it."""
 
     step: int | None
     duration_ns: int
@@ -65,11 +62,7 @@ class RunCompilations:
 
 
 def read_run_compilations(run: Run | None) -> RunCompilations | None:
-    """Return what the run's processes compiled; None if nothing is known of that.
-
-    Raises:
-        RunError: a file cannot be read.
-    """
+    """Return what the run's processes compiled; None if nothing is known of that."""
     if run is None:
         return None
     recording = {process.pid for process in run.manifest.processes}
@@ -128,11 +121,7 @@ def _each_once(compilations: Iterator[Compilation]) -> tuple[Compilation, ...]:
 
 
 def find_compilations(run: Run | None) -> tuple[Finding, ...]:
-    """Return what a person can act on, a sentence each: recompilations, graph breaks, what was not compiled.
-
-    Raises:
-        RunError: a file cannot be read.
-    """
+    """Return what a person can act on, a sentence each: recompilations, graph breaks, what was not compiled."""
     known = read_run_compilations(run)
     return () if known is None else tuple(_describe(known))
 
@@ -205,11 +194,7 @@ class KernelSource:
 
 
 def name_compiled_kernels(trace: Trace, run: Run) -> Trace:
-    """Return the trace with the names of the CPU's compiled kernels, which only the run's file knows.
-
-    Raises:
-        RunError: that file cannot be read.
-    """
+    """Return the trace with the names of the CPU's compiled kernels, which only the run's file knows."""
     launched_in, names = trace.work.compiled_launch, NamesWithNew(trace.names)
     if launched_in is None or COMPILED_KERNEL not in trace.names:
         return trace
@@ -273,10 +258,7 @@ def _source(kernel: str, launch_range: str, launches: Mapping[tuple[str, int], L
 
 @dataclass(frozen=True)
 class SharedKernels:
-    """The kernels that a range's modules share with others: they lie in lines of their own, not under the range.
-
-    ``total_ns`` is their kernel time, ``lines`` are the ranges ``shared: a + b`` that they lie under.
-    """
+    """The kernels that a range's modules share with others: they lie in lines of their own, not under the range."""
 
     total_ns: int
     lines: tuple[str, ...]

@@ -67,10 +67,7 @@ class KernelRow:
 
 @dataclass(frozen=True)
 class InstanceRow:
-    """One instance of the selected range: when it began, how long it was open, and the work launched under it.
-
-    ``rank`` is its process's, in a distributed run.
-    """
+    """One instance of the selected range: when it began, how long it was open, and the work launched under it."""
 
     instance: int
     start_ns: int
@@ -160,10 +157,6 @@ def summarize_kernels(
     """Return which kernels spent the time under a range, or in the whole capture.
 
     With ``compiled_code``, what the run knows of it by the graphs' ids, it also says where its kernels come from.
-
-    Raises:
-        TraceError: the trace recorded no GPU work, or has no ranges while one is asked for.
-        UsageError: an unknown range, process, device or instance, or options that exclude each other.
     """
     wanted, ranks = wanted or KernelFilter(), ranks or Ranks()
     trace = attribution.trace

@@ -259,11 +259,7 @@ def sum_by_phase(pieces: Iterable[Piece], total: int) -> tuple[PartRow, ...]:
 
 
 def sum_by_module(pieces: Iterable[Piece], total: int, known: Sequence[str]) -> tuple[PartRow, ...]:
-    """Return the tree of modules, depth first; ``known`` are modules in the order in which they are defined.
-
-    Raises:
-        SnapshotError: there are more than `_MOST_MODULES`.
-    """
+    """Return the tree of modules, depth first; ``known`` are modules in the order in which they are defined."""
     sums: dict[Path, _Sum] = {}
     for piece in pieces:
         for path, size, count in _places(piece):

@@ -150,11 +150,7 @@ class PlacedRows:
         return innermost
 
     def under(self, members: Ints, group: Ints | None = None) -> Under:
-        """Return the rows that lie under the ranges ``members``, each once; with ``group``, once for each group.
-
-        Raises:
-            TraceError: the rows lie under more ranges than `refuse_many` allows.
-        """
+        """Return the rows that lie under the ranges ``members``, each once; with ``group``, once for each group."""
         group = np.zeros(len(members), dtype=np.int64) if group is None else group
         position, low, high, evidence = self._slices(members)
         if not len(position):
@@ -195,10 +191,8 @@ class PlacedRows:
         return counts
 
     def refuse_many(self, count: int) -> None:
-        """Raise if so many pairs of a row and a range over it are more than any real program has: each takes time.
-
-        Raises:
-            TraceError: there are too many.
+        """Raise TraceError if there are more pairs of a row and a range over it than any real program has: each takes
+        time.
         """
         if count > max(_MOST_PLACES, _MOST_PLACES_EACH * len(self._rows)):
             raise TraceError(

@@ -53,9 +53,6 @@ def nest_compiled_launches(trace: Trace) -> Trace:
     """Return the trace with modules in place of the ranges around compiled launches; itself if it has none.
 
     `Work.compiled_launch` then names the range that each row was launched in.
-
-    Raises:
-        TraceError: a path is deeper than programs nest.
     """
     places = {index: place for index, name in enumerate(trace.names) if (place := read_launch_range(name)) is not None}
     if not places:

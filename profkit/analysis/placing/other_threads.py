@@ -308,10 +308,7 @@ _Mirror = tuple[int, int | None]
 def mirror_forward_ranges(
     trace: Trace, timelines: dict[int, ThreadTimeline], parent: Ints, around: Ints
 ) -> tuple[Trace, Ints, Mirrors]:
-    """Return the trace with mirrors behind its ranges, the ranges' parents, and the mirrors.
-
-    ``around`` is the innermost range of each row of work, or `NO_RANGE`.
-    """
+    """Return the trace with mirrors behind its ranges, the ranges' parents, and the mirrors."""
     sequence, origins = trace.work.sequence, trace.origins
     if sequence is None or origins is None:
         return trace, parent, NO_MIRRORS

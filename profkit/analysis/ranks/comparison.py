@@ -213,11 +213,7 @@ def _make_comparable(ranks: Sequence[ReducedRank]) -> list[ReducedRank]:
 
 
 def join_ranks(reads: Sequence[ReadRanks]) -> RanksResult:
-    """Return the comparison of all ranks that were read.
-
-    Raises:
-        CaptureError: a trace cannot be read, and nobody knows of which rank it is.
-    """
+    """Return the comparison of all ranks that were read."""
     lost = [entry for read in reads for entry in read.lost]
     unknown = [reason for rank, reason in lost if rank is None]
     if unknown:
@@ -232,12 +228,7 @@ def join_ranks(reads: Sequence[ReadRanks]) -> RanksResult:
 
 @collector_off()
 def compare_opened(opened: OpenedTrace | None, run: Run | None) -> RanksResult | None:
-    """Return the comparison of the ranks of a trace, and of the light records of its run; None of one rank.
-
-    Raises:
-        CaptureError: the trace cannot be read as that of ranks.
-        RunError: a file of the run cannot be read.
-    """
+    """Return the comparison of the ranks of a trace, and of the light records of its run; None of one rank."""
     light = {} if run is None else run.light_records
     if len(light) < 2 and (opened is None or len(opened.ranks.members) < 2):
         return None

@@ -32,11 +32,7 @@ class Ranks:
         return tuple(number for number, _ in self.members)
 
     def process_of(self, number: int) -> int:
-        """Return the process of a rank.
-
-        Raises:
-            UsageError: there is no such rank; those that exist are named.
-        """
+        """Return the process of a rank; UsageError names the ranks that exist if it is none of them."""
         for rank, process in self.members:
             if rank == number:
                 return process

@@ -69,9 +69,6 @@ def reduce_ranks(opened: OpenedTrace, light: Mapping[int, LightColumns]) -> list
     """Return what the trace says of each of its ranks; of a trace that names none, of rank 0.
 
     What the ranks wrote themselves completes what a trace does not say: process groups, bytes, clocks.
-
-    Raises:
-        TraceError: the trace's times are impossible.
     """
     numbers = opened.ranks.numbers
     if not numbers or opened.rank is not None:

@@ -289,10 +289,7 @@ def run_steadily(step: StepColumns, constants: Constants) -> Steady:
 
 
 def follow(step: StepColumns, found: Replayed) -> StepColumns:
-    """Return the step as it begins when the host has ended it: what it left to the GPU is there still.
-
-    It is the same step if the GPU is busy for as long as when this one began.
-    """
+    """Return the step as it begins when the host has ended it: what it left to the GPU is there still."""
     busy = _still_busy(step, found, found.host_ns)
     if busy == step.free_ns:
         return step

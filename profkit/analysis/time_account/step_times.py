@@ -70,11 +70,7 @@ class SampleStatistics:
 
 
 def summarize_samples(samples: Sequence[int] | Sequence[float] | Ints) -> SampleStatistics:
-    """Return the statistics of at least one sample.
-
-    Raises:
-        ValueError: there are no samples.
-    """
+    """Return the statistics of at least one sample."""
     if not len(samples):
         raise ValueError("there are no samples")
     values = np.asarray(samples, dtype=np.float64)
@@ -367,10 +363,7 @@ def is_whole_step(name: str) -> bool:
 
 
 def samples_by_phase(samples: Samples, context: int | None) -> dict[str, PhaseSamples]:
-    """Return phase → its times, in the order in which phases run, the whole step last.
-
-    If a sample has both clocks, the host's is taken.
-    """
+    """Return phase → its times, by the host's clock if a sample has it, in their order, the whole step last."""
     steps = samples.steps_over(context)
     by_phase = {phase: times for clock in _CLOCKS for phase, times in _samples_by_clock(steps, clock).items()}
     return {phase: by_phase[phase] for phase in sorted(by_phase, key=phase_order)}

@@ -204,12 +204,7 @@ class Chosen:
 
 
 def choose_work(attribution: Attribution, wanted: KernelFilter) -> Chosen:
-    """Return what a request selects.
-
-    Raises:
-        TraceError: a range is asked of a trace without ranges.
-        UsageError: an unknown range, process, device or instance.
-    """
+    """Return what a request selects."""
     if wanted.instance is not None and wanted.range is None:
         raise UsageError("one instance needs a range: an instance is one opening of a range")
     trace = attribution.trace

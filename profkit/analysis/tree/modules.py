@@ -203,10 +203,7 @@ def time_modules(attribution: Attribution) -> tuple[ModuleTime, ...]:
 
 
 def time_kernels_by_module(attribution: Attribution, wanted: Container[str]) -> dict[str, dict[str, ModuleKernel]]:
-    """Return module → kernel → its time within the module, for the modules wanted.
-
-    Each of a module's times is the sum over its kernels.
-    """
+    """Return module → kernel → its time within the module, for the modules wanted."""
     nodes = build_nodes(attribution, numbered=False)
     places, measured = _read_places(nodes), set(_measured_nodes(nodes))
     tree = ModuleTree(places[node] for node in _measured_nodes(nodes))

@@ -78,21 +78,13 @@ class RangeNodes:
 
 
 def build_nodes(attribution: Attribution, *, numbered: bool) -> RangeNodes:
-    """Return the nodes of the tree; without ``numbered``, ``step 0`` and ``step 1`` are one node ``step *``.
-
-    Raises:
-        TraceError: the paths of the nodes are longer than any program's.
-    """
+    """Return the nodes of the tree; without ``numbered``, ``step 0`` and ``step 1`` are one node ``step *``."""
     nodes = nodes_within(attribution, empty_ints())
     return nodes if numbered else join_kinds(nodes)[0]
 
 
 def nodes_within(attribution: Attribution, roots: Ints) -> RangeNodes:
-    """Return the nodes of the tree with every number kept; in each of the ranges ``roots``, paths begin anew.
-
-    Raises:
-        TraceError: the paths of the nodes are longer than any program's.
-    """
+    """Return the nodes of the tree with every number kept; in each of the ranges ``roots``, paths begin anew."""
     ranges, names = attribution.trace.ranges, attribution.trace.names
     node = np.full(len(ranges), NO_RANGE, dtype=np.int64)
     known: dict[tuple[int, int, int], int] = {}
@@ -283,9 +275,6 @@ def work_by_node(attribution: Attribution, nodes: RangeNodes, members: Ints) -> 
     """Yield rows of work and the nodes that they lie under, by ranges of ``members``; every such pair once.
 
     Some nodes at a time, so that what is held at once does not grow with the tree.
-
-    Raises:
-        TraceError: the rows lie under more ranges than those of any program.
     """
     if not len(attribution.trace.work):
         return

@@ -92,10 +92,7 @@ def what_if(
     fit: bool = False,
     cost: Cost | None = None,
 ) -> WhatIf:
-    """Return the peaks of one device today, and under other settings of the allocator or after edits of the program.
-
-    The arguments are those of `OpenedSnapshot.whatif`.
-    """
+    """Return the peaks of one device today, and under other settings of the allocator or after edits of the program."""
     history = memory.history
     variants = [parse_settings(text) for text in allocators]
     if not len(history.device.events):

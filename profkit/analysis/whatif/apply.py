@@ -171,9 +171,6 @@ def apply_edits(
         texts: edits such as ``optimizer:sgd``; they are applied in the order of `profkit.run.edits.EDITS`.
         requests: what the edits change; by default what was recorded.
         bound: what to take for what is not known of them.
-
-    Raises:
-        UsageError: an edit is unknown, the snapshot says too little for it, or it would change nothing.
     """
     requests, applied = requests or program.recorded(), []
     for edit in parse_edits(texts):

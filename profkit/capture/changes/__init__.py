@@ -37,11 +37,7 @@ class Change(Watcher):
         """A step begins; the first one before anything of it runs."""
 
     def prove(self) -> str:
-        """Return by what it is seen, after the timed steps, that the edit took effect.
-
-        Raises:
-            NotMadeError: it took none.
-        """
+        """Return by what it is seen, after the timed steps, that the edit took effect; NotMadeError if it did not."""
         raise NotImplementedError
 
     def refuse(self, why: str) -> None:

@@ -101,11 +101,7 @@ class GeneratedFile:
 
 
 def read_generated_file(text: str) -> GeneratedFile:
-    """Return what a generated file does; of one that is no graph's code, nothing.
-
-    Raises:
-        SyntaxError: it is no Python.
-    """
+    """Return what a generated file does, nothing of one that is no graph's code; SyntaxError if it is no Python."""
     walker = _Walker(ast.parse(text), text.splitlines())
     return walker.walk() if "call" in walker.functions else GeneratedFile()
 

@@ -194,10 +194,7 @@ class LoadedGraph:
 
 
 def places_in(graph: LoadedGraph, opened: OpenRanges, hooks: Hooks, given: nn.Module | None) -> dict[int, LaunchPlace]:
-    """Return the place of each launch of ``graph``, which runs within what is open on this thread.
-
-    ``given`` is the module that the compiled function was called with, if it is known.
-    """
+    """Return the place of each launch of ``graph``, which runs within what is open on this thread."""
     call = opened.call or opened.backward_call
     around = _names_around(call, hooks)
     if call is None and opened.has_range(OPTIMIZER):

@@ -234,10 +234,7 @@ _LEAF = "torch::autograd::AccumulateGrad"
 
 
 class OutsideNodes:
-    """Marks what no module's inputs and outputs show, where a backward call begins and ends.
-
-    Each method is given what marks nodes on its thread, and the call that runs there or what stands for none.
-    """
+    """Marks what no module's inputs and outputs show, where a backward call begins and ends."""
 
     def __init__(self) -> None:
         self._before: dict[object, set[Any]] = {}

@@ -39,12 +39,7 @@ class Driver:
     """What CUDA's driver says of the graph that a stream is captured into. All else is left to torch."""
 
     def __init__(self) -> None:
-        """Load the driver.
-
-        Raises:
-            OSError: there is none.
-            AttributeError: it is older than CUDA 11.3 and cannot be asked.
-        """
+        """Load the driver: OSError without one, AttributeError if it is older than CUDA 11.3 and cannot be asked."""
         library = ctypes.CDLL("libcuda.so.1")
         pointer = ctypes.c_void_p
         self._capture_info = library.cuStreamGetCaptureInfo_v2

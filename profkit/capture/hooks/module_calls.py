@@ -207,10 +207,7 @@ class ReplicaCall(Call):
 
 
 def watch_replicas(begin: Callable[[nn.Module, Sequence[nn.Module]], None]) -> None:
-    """Call ``begin`` with a model and its replicas by DataParallel: copies, each of which works on its own thread.
-
-    It is called on the thread that calls the model, before they are.
-    """
+    """Call ``begin`` with a model and its replicas by DataParallel: copies, each of which works on its own thread."""
 
     def applied(model: Any, replicas: Any, *_: Any, **__: Any) -> None:
         if len(replicas) > 1:  # torch calls a single one on this thread

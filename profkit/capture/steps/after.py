@@ -1,7 +1,4 @@
-"""The steps after the recorded ones, with nothing else on: one is counted, and in others lines are looked for.
-
-A built-in model opens a range around the step that is counted.
-"""
+"""The steps after the recorded ones, with nothing else on: one is counted, and in others lines are looked for."""
 
 from __future__ import annotations
 

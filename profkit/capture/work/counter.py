@@ -148,10 +148,7 @@ class WorkCounter(OperatorMode, RangeObserver):
             self._leave()
 
     def model_called(self, kwargs: dict[str, Any]) -> None:
-        """A module is called: see by its mask of (samples, positions) how much of the batch is padding.
-
-        Nothing waits for the GPU here.
-        """
+        """A module is called: see by its mask of (samples, positions) how much is padding, without a wait."""
         mask = kwargs.get("attention_mask")
         if not isinstance(mask, torch.Tensor) or mask.dim() != 2 or mask.is_floating_point():
             return

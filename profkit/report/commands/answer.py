@@ -1,7 +1,4 @@
-"""What a run says first, in one sentence, and the step as a tree of what its time went to.
-
-Every command that says what limits a run says this sentence.
-"""
+"""What a run says first, in one sentence, and the step as a tree of what its time went to."""
 
 from __future__ import annotations
 
@@ -61,11 +58,7 @@ _UNTRUSTED = "No answer: the capture failed its self-check, and none of its figu
 
 
 def answer_capture(capture: OpenedCapture) -> str:
-    """Return what `describe_answer` says of a run; empty of a file by itself, and of a run that recorded nothing.
-
-    Raises:
-        TraceError, RunError, SnapshotError: a file of it is damaged.
-    """
+    """Return what `describe_answer` says of a run; empty of a file by itself, and of a run that recorded nothing."""
     if capture.run is None or (capture.trace is None and capture.snapshot is None):
         return ""
     summary = summarize_capture(capture)

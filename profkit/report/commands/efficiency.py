@@ -196,7 +196,6 @@ def _share_or_unknown(share: float | None) -> str:
 
 
 def _data_line(result: EfficiencyResult, data: DataWait) -> Iterator[str]:
-    """Yield how long steps waited for data: on average, and where they differ much the shortest and longest wait."""
     waits = {(step.process, step.start_ns): step.data_wait_ns for step in result.steps}
     if not any(waits.values()):
         return

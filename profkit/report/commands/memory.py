@@ -308,7 +308,6 @@ _MIB = Unit(_mebibytes)
 
 
 def _build_module_parts(at: Composition, title: str, top: int | None) -> list[Table | Lines]:
-    """Return the tree of modules: of siblings that differ only in a number one row, and at most ``top`` rows."""
     rows = fold(at.by_module)
     # A module is never larger than the one around it, so the largest rows are a tree too.
     largest = sorted(rows, key=lambda row: (-row.bytes, len(row.path)))[: top or TOP_MODULES]
@@ -319,7 +318,6 @@ def _build_module_parts(at: Composition, title: str, top: int | None) -> list[Ta
 
 
 def _exact_parts(at: Composition, by: str | None) -> Table:
-    """Return the table of CSV: every module or phase with its bytes by category; modules include those in them."""
     rows = at.by_module if by == "module" else at.by_phase
     categories = list(dict.fromkeys(name for row in rows for name in row.categories))
     sizes = ("bytes", "own_bytes", "share", "count") if by == "module" else ("bytes", "share", "count")

@@ -127,7 +127,6 @@ def _to_json(result: RanksResult) -> dict[str, Any]:
 
 
 def _wait_table(result: RanksResult) -> Table:
-    """Return who waited for whom, per step; of many ranks, those that were waited for most."""
     steps = max(result.step_count, 1)
     numbers = [rank.rank for rank in result.ranks]
     waits = result.waits_ns

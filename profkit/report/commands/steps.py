@@ -105,7 +105,6 @@ def _time_notes(times: StepTimes) -> list[str]:
 
 
 def _rare_notes(times: StepTimes) -> Iterator[str]:
-    """Say which steps are no part of the typical one, and which phases have the time of few steps."""
     for step in (phase for phase in times.phases if phase.phase == STEP):
         where = "" if step.context is None else f" at context {step.context}"
         if step.rare_count:
@@ -172,7 +171,6 @@ def _notes(result: LinesResult) -> Iterator[str]:
 
 
 def _unscaled(result: LinesResult) -> str:
-    """Say of which phases the unprofiled times are too far from those of the steps with lines to scale by them."""
     if not result.unscaled:
         return ""
     names = " and ".join(phase or "time outside of phases" for phase in result.unscaled)
@@ -349,7 +347,6 @@ def _names_within(rows: Sequence[EfficiencyRow]) -> dict[str, set[str]]:
 
 
 def _parts_under(row: EfficiencyRow, names: Container[str], parts: Sequence[LimitPart]) -> list[LimitPart]:
-    """Return the parts of what limits a step that lie in a range of it: a step, a phase or modules in a phase."""
     path = split_path(row.path)
     if not any(map(is_step, path)) or any(map(is_warmup, path)):
         return []

@@ -160,7 +160,6 @@ def _fit_screen(answer: str, summary: Summary, advice: AdviceResult, cares: Sequ
 def _in_short(
     answer: str, summary: Summary, advice: AdviceResult, cares: Sequence[str], left_out: Collection[str]
 ) -> Iterator[Line]:
-    """Yield what stands below the tree, each line as long as a screen is wide if it can be; some are empty."""
     join = _cut if "ends" in left_out else _fit
     yield "WORK", _cut(_describe_work(summary))
     yield "MODULE", _cut(_describe_modules(summary))
@@ -177,7 +176,6 @@ def _in_short(
 
 
 def _cut(parts: Iterable[str]) -> str:
-    """Return as many parts as a line has room for, of the first one as many whole clauses if it must be."""
     return cut_clauses(_fit(parts), ROOM, " … (--all)")
 
 
@@ -417,7 +415,6 @@ def describe_memory(summary: Summary, room: int | None = None) -> Iterator[str]:
 
 
 def _holders(modules: Sequence[PartRow]) -> list[str]:
-    """Return the modules that hold the most activations: those in the repeated blocks, and others of the model."""
     blocks = repeated_module(tuple(modules))
     above = () if blocks is None else blocks.path
     if not any(row.path[:-1] == above and row.categories.get("activations") for row in modules):

@@ -100,7 +100,6 @@ def build_whatif_document(result: WhatIf) -> Document:
 
 
 def _changed_cases(result: WhatIf) -> list[Case]:
-    """Return today's case and those that differ from it; one that does not is no reason for a line of its own."""
     today, *others = result.cases
     unchanged = [case for case in others if _compared(case) == _compared(today)]
     return [today, *(case for case in others if len(unchanged) < 2 or case not in unchanged)]

@@ -191,7 +191,6 @@ def build_memory(memory: DeviceMemory, result: MemoryResult, wanted: Filter | No
 
 
 def _pack_chosen(memory: DeviceMemory, composition: Composition) -> Markup:
-    """Return, for the modules of each kind, the lines that asked for their memory, and its categories."""
     texts, by_line = Interned(), defaultdict[str, list[Piece]](list)
     for row in memory.live_rows(composition.moment):
         label = memory.stack_of(row, composition.moment).label
@@ -287,7 +286,6 @@ def _phases(memory: DeviceMemory, texts: Interned) -> list[dict[str, int]]:
 
 
 def _picture(bins: Bins) -> dict[str, Any]:
-    """Return the categories as stacked areas on a canvas of 1000 × 300; the highest sample of each column stands."""
     count = len(bins.allocated)
     edges = np.unique(np.linspace(0, count, min(_PICTURE_COLUMNS, count) + 1).astype(np.int64))
     picked = np.array([low + int(np.argmax(bins.allocated[low:high])) for low, high in pairwise(edges.tolist())])

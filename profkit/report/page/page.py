@@ -73,11 +73,7 @@ def render_memory_page(
 
 
 def write_page(path: Path, text: str) -> None:
-    """Write a page as UTF-8.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Write a page as UTF-8."""
     # A lone surrogate, which stands for an undecodable byte of a file's name, cannot be encoded.
     write_whole(path, text.encode("utf-8", "replace"))
 
@@ -191,7 +187,6 @@ def _trial_sections(run: Results) -> Iterator[Section]:
 
 
 def _draw_trials(trials: Sequence[Trial]) -> Iterator[dict[str, Any]]:
-    """Yield a bar for each step that was measured, and its interval, in thousandths of the longest."""
     timed = [(trial, trial.step_ns) for trial in trials if trial.step_ns is not None]
     scale = 1000 / max((step_ns + (trial.half_ns or 0) for trial, step_ns in timed), default=1)
     for trial, step_ns in timed:
@@ -202,7 +197,6 @@ def _draw_trials(trials: Sequence[Trial]) -> Iterator[dict[str, Any]]:
 
 
 def _rank_sections(run: Results) -> Iterator[Section]:
-    """Yield the sentences, the matrix of waits and the tables of ``profkit ranks``."""
     result = run.summary.compared
     if result is None:
         return
@@ -217,7 +211,6 @@ def _rank_sections(run: Results) -> Iterator[Section]:
 
 
 def _draw_waits(result: RanksResult) -> dict[str, Any] | None:
-    """Return the cells of the matrix, each as dark as its wait is long; None if nobody waits."""
     waits, steps = result.waits_ns, max(result.step_count, 1)
     longest = int(waits.max())
     if not longest:
@@ -333,7 +326,6 @@ def _environment() -> Environment:
 
 
 def _mark_code(text: str) -> Markup:
-    """Return a sentence in which what stands between backticks, a command mostly, is set as code."""
     escaped = str(escape(without_folders(text)))  # re.sub joins the parts of a Markup as one, which escapes them again
     return Markup(re.sub("`([^`]+)`", r"<code>\1</code>", escaped))
 

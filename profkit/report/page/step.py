@@ -281,7 +281,6 @@ def _categories(attribution: Attribution, lane: Lane) -> list[str]:
 
 
 def _picture(attribution: Attribution, lane: Lane, step: StepSlices) -> dict[str, Any]:
-    """Return a lane as bars in per cent of the step: neighbours of one kind that nobody could tell apart are one."""
     kinds = ["range"] * len(lane.row)
     if lane.kind == "kernels":
         kinds = [_KINDS.get(category, "other") for category in _categories(attribution, lane)]
