@@ -553,6 +553,16 @@ PACK = line(2 * MS, called="np.argsort", line=56)
 READS = [line(MS, "forward", "y.max().item", waits=1), line(MS, "backward", "float", waits=1, line=40)]
 
 
+def separate_calls(duration: int, *, is_independent: bool = True) -> tuple[Program, dict[str, Any]]:
+    """Return steps that call an encoder for each of 32 samples, with kernels of this length."""
+    kernels = [launch(name, duration) for name in (NVJET, ADD, NVJET)]
+    forward, backward = (within(f"{phase}/model/encoder", *kernels) for phase in ("forward", "backward"))
+    program = equal_steps(*[forward] * 32, launch(NVJET, MS), *[backward] * 32, wait)
+    called = line(MS, "forward", "self.encoder", line=14, file="/code/model.py")
+    counted = works(independent_calls=[{"module": "encoder", "calls": 32}] * is_independent)
+    return program, {**counted, "lines": [called]}
+
+
 def frozen(early: int, unread: int) -> tuple[Program, dict[str, Any]]:
     """Return steps with two blocks and a head, of which so many blocks have gradients that no optimizer reads."""
     backward = [within(f"backward/model/{module}", launch(NVJET, MS, 2)) for module in ("head", "blocks.1", "blocks.0")]
@@ -653,6 +663,9 @@ NEARLY: list[Case] = [
     ("loader", *with_workers(0, 64, 20 * MS, launch(NVJET, 5 * MS), wait)),
     ("padding", *padded(950)),
     ("unread-gradients", *frozen(0, 0)),
+    # Each call has work enough for the GPU, or needs the one before it.
+    ("loop", *separate_calls(100_000)),
+    ("loop", *separate_calls(4_000, is_independent=False)),
     ("dense-gradients", *table(995)),
     ("dense-gradients", *table(10, is_unread=True)),
     ("padding", padded(0)[0], works(padding={"positions": 0, "in_longest": 0, "used": 0})),
@@ -807,6 +820,7 @@ NAMED: dict[str, Case] = {
     "the same, and most of the step is the wait": ("loader", *slow_dataset(55 * MS, 190 * MS, batch_ns=220 * MS)),
     "the same, which a full queue hides": ("loader", *slow_dataset(0, 15 * MS, launch(NVJET, 2 * MS), wait)),
     "samples that are padded": ("padding", *padded(250)),
+    "a module that is called for each sample": ("loop", *separate_calls(4_000)),
     "a block whose backward pass nobody needs": ("unread-gradients", *frozen(1, 1)),
     "blocks whose own gradients nobody reads": ("unread-gradients", *frozen(0, 2)),
     "a table's gradient of zeros": ("dense-gradients", *table(100)),

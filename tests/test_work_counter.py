@@ -42,7 +42,7 @@ from profkit.models import (  # noqa: E402
 )
 from profkit.models.transformer import TransformerLM  # noqa: E402
 from profkit.run.recording import Order  # noqa: E402
-from profkit.run.work import DenseTable, UnreadGradients, read_work  # noqa: E402
+from profkit.run.work import DenseTable, IndependentCalls, UnreadGradients, read_work  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
@@ -504,6 +504,25 @@ def test_gradients_that_no_optimizer_reads_are_counted_with_what_nobody_needs_be
     shared = UnreadGradients("tied", 1, 50 * 8 * 4, instances=1, unread=1, early=1)
     of_head = UnreadGradients("head", 1, 50 * 8 * 4, instances=1, unread=1, early=0)
     assert work.unread_gradients == (shared, *[early_table] * (not steps_table), first_block, of_head)
+
+
+@pytest.mark.parametrize("needs", ["nothing", "the last", "backward between"])
+def test_calls_of_a_module_that_need_no_other_are_found(needs: str) -> None:
+    module = nn.Linear(4, 4)
+    x, kept = torch.randn(10, 4), torch.zeros(10, 4)
+    counter = WorkCounter()
+    counter.start()
+    hidden = x[0]
+    for at in range(10):
+        with annotate("forward"), annotate("model"), annotate("encoder 0"):
+            hidden = module(hidden if needs == "the last" else x[at].relu())
+            kept[at] = hidden
+        if needs == "backward between":
+            with annotate("backward"):
+                hidden.sum().backward()
+    counter.stop()
+    found = counter.content().independent_calls
+    assert found == ((IndependentCalls("model", 10),) if needs == "nothing" else ())
 
 
 def test_modes_of_the_program_stay_as_it_puts_them_on_and_takes_them_off(tmp_path: Path) -> None:

@@ -145,13 +145,21 @@ class DenseTable:
 
 
 @dataclass(frozen=True)
+class IndependentCalls:
+    """A module that a pass calls so often, though no call needs what another of them made."""
+
+    module: RangeName
+    calls: int
+
+
+@dataclass(frozen=True)
 class RunWork:
     """The content of ``work.json``.
 
     ``dtype`` is the one in which most of the FLOPs are done, None where there are none; ``model_flops`` those that the
     model asks for in a step, forward and backward, whatever is computed again: what MFU counts (Chowdhery et al. 2022,
     appendix B). ``missing`` names operators without a formula. Files of before December 2026 have no ``lines``,
-    ``unread_gradients`` and ``tables``, and no ``padding``, which is None where no call had a mask.
+    ``unread_gradients``, ``tables`` and ``independent_calls``, and no ``padding``: None where no call had a mask.
     """
 
     version: int
@@ -164,6 +172,7 @@ class RunWork:
     padding: Padding | None = None
     unread_gradients: tuple[UnreadGradients, ...] = ()
     tables: tuple[DenseTable, ...] = ()
+    independent_calls: tuple[IndependentCalls, ...] = ()
 
     def find(self, path: tuple[str, ...]) -> RangeWork | None:
         return next((work for work in self.ranges if work.path == path), None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import groupby
@@ -33,6 +33,7 @@ from profkit.analysis.step_replay.steps import ReplayedStep, StepReplay, find_sp
 from profkit.analysis.summary import SMALL, WORTH, Summary
 from profkit.analysis.time_account.account import TimeAccount
 from profkit.analysis.time_account.steps import find_steps
+from profkit.analysis.tree.modules import Place as ModulePlace
 from profkit.analysis.tree.modules import places_of_ranges, read_place
 from profkit.names import BACKWARD, FORWARD, STEP, kind_of
 from profkit.run.edits import parse_edits
@@ -383,25 +384,53 @@ class Evidence:
         return None if lines is None else lines.worker_cpus
 
     @cached_property
-    def unread_calls(self) -> Sequence[tuple[str, float, list[int]]]:
-        """Models that are called with gradients more often than backward goes through them.
+    def module_ranges(self) -> Mapping[tuple[str | None, str], Sequence[int]]:
+        """(phase, kind of module) → the ranges of its calls, or passes, within steps, in order.
 
-        Each has the number of backward passes a step, and the ranges of its calls, in order. What lies within a model
-        says nothing: ``nn.Identity`` has no backward pass.
+        What a checkpoint computes again is not among them.
         """
+        found = defaultdict[tuple[str | None, str], list[int]](list)
+        for at, place, name in self._find_modules():
+            found[place.phase, name].append(at)
+        return found
+
+    def _find_modules(self) -> Iterator[tuple[int, ModulePlace, str]]:
+        """Yield each range of a step that is a module's own: its number, its place, and the kind of module."""
         if self.trace is None:
-            return ()
-        attribution, passed = self.trace.attribution, Counter[str]()
-        called = defaultdict[str, list[int]](list)
+            return
+        attribution = self.trace.attribution
         names, name_of = attribution.trace.names, attribution.trace.ranges.name
         kinds = {number: kind_of(names[number]) for number in distinct_values(name_of).tolist()}
         places, in_steps = places_of_ranges(attribution), (find_steps(attribution) != NO_RANGE) & ~attribution.is_mirror
         for at in np.flatnonzero(in_steps).tolist():
             place, name = places[at], kinds[int(name_of[at])]
             if place.modules and place.modules[-1] == name and not place.is_again:
-                if place.phase == FORWARD and len(place.modules) == 1:
-                    called[name].append(at)
-                passed[name] += place.phase == BACKWARD
+                yield at, place, name
+
+    def operations_in(self, step: ReplayedStep, ranges: Sequence[int]) -> list[list[int]]:
+        """Return for each of these ranges that lies in a step the operations that its thread launches in it."""
+        assert self.trace is not None
+        trace, columns = self.trace.trace, step.columns
+        starts_ns, threads = trace.calls.start_ns[columns.call], trace.calls.thread[columns.call]
+        found = []
+        for at in ranges:
+            inside = (starts_ns >= trace.ranges.start_ns[at]) & (starts_ns < trace.ranges.end_ns[at])
+            calls = np.flatnonzero(inside & (threads == trace.ranges.thread[at])).tolist()
+            found.append([row for call in calls for row in range(*columns.launches[call])])
+        return [rows for rows in found if rows]
+
+    @cached_property
+    def unread_calls(self) -> Sequence[tuple[str, float, list[int]]]:
+        """Models that are called with gradients more often than backward goes through them.
+
+        Each has the number of backward passes a step, and the ranges of its calls, in order. What lies within a model
+        says nothing: ``nn.Identity`` has no backward pass.
+        """
+        passed, called = Counter[str](), defaultdict[str, list[int]](list)
+        for at, place, name in self._find_modules():
+            if place.phase == FORWARD and len(place.modules) == 1:
+                called[name].append(at)
+            passed[name] += place.phase == BACKWARD
         steps = max(1, self.summary.program_steps)
         return [
             (name, passed[name] / steps, calls)

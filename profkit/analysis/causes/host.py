@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import pairwise
 
+from profkit.analysis.causes.calls import unread_graphs
 from profkit.analysis.causes.changes import (
     launch_without_waiting,
     shorten_gaps,
@@ -26,7 +27,6 @@ from profkit.analysis.causes.evidence import (
     name_times,
     source_line,
 )
-from profkit.analysis.causes.memory import unread_graphs
 from profkit.analysis.lines import NEAR
 from profkit.analysis.step_replay import LAUNCH
 from profkit.analysis.step_replay.edits import find_pageable_copies

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Sequence
-from statistics import median
+from collections.abc import Collection, Iterator
 
-import numpy as np
-
-from profkit.analysis.causes.changes import NOTHING, enlarge_batch, remove_operations, without_calls
-from profkit.analysis.causes.evidence import Cause, Evidence, Interval, edits, find_line, name_ms, name_times
+from profkit.analysis.causes.changes import enlarge_batch, without_calls
+from profkit.analysis.causes.evidence import Cause, Evidence, Interval, edits, find_line, name_ms
 from profkit.analysis.memory.failures import check_leaks
 from profkit.analysis.memory.places import PartRow
 from profkit.analysis.step_replay.limits import Limit
-from profkit.analysis.step_replay.steps import ReplayedStep
 from profkit.analysis.summary import EXPANDABLE, WORTH
 
 _FORWARDS = ("forward", "loss")
@@ -25,8 +21,6 @@ _WORTH_TUNING = 0.05
 _MANY_STEPS = 10_000
 _LEAST_GROWTH = 2**20
 """Bytes a step from which on memory grows."""
-_ALIKE = 0.8
-"""Calls whose kernels take this share of the longest one's do the same work."""
 
 
 def _expandable(evidence: Evidence) -> Iterator[Cause]:
@@ -184,44 +178,6 @@ def _small_batch(evidence: Evidence) -> Iterator[Cause]:
         )
 
 
-def _unread_passes(evidence: Evidence) -> Iterator[Cause]:
-    """Forward passes with gradients that no backward pass reads, as of a model that is asked once more for a log."""
-    if evidence.step is None:
-        return
-    for name, passed, calls in evidence.unread_calls:
-        read = max(1, round(passed))
-
-        def choose(step: ReplayedStep, read: int = read, calls: Sequence[int] = calls) -> list[int]:
-            return [at for one in _operations_of_ranges(evidence, step, calls)[:-read] for at in one]
-
-        durations = evidence.step.columns.duration_ns
-        passes = _operations_of_ranges(evidence, evidence.step, calls)
-        times_ns = [sum(durations[at] for at in one) for one in passes]
-        # Which of them is not read, nobody recorded: it is known what goes only if they take the same.
-        if len(passes) > read and min(times_ns) >= _ALIKE * max(times_ns):
-            yield Cause(
-                code="unread-graph",
-                cause=f"{name} is called {name_times(len(passes))}, and backward goes through it {name_times(passed)}",
-                module=name,
-                change="call it once for both, or for a log every N steps",
-                changes=[remove_operations("no pass that nobody reads", choose, NOTHING, "which of the calls it is")],
-                costs="what that call is for, in the other steps",
-                evidence={"calls": len(passes), "passes": passed, "call_ns": round(median(times_ns))},
-            )
-
-
-def unread_graphs(evidence: Evidence) -> Iterator[str]:
-    """Note of the same where nobody can say what it costs."""
-    steps = max(1, evidence.summary.program_steps)
-    priced = {cause.module for cause in _unread_passes(evidence)}
-    for name, passed, calls in evidence.unread_calls:
-        if name not in priced:
-            yield (
-                f"{name} is called with gradients {name_times(len(calls) / steps)}, and backward goes through it "
-                f"{name_times(passed)}: torch.no_grad() around the other calls spares memory and Python"
-            )
-
-
 MEMORY = (
     _growth,
     _needless_checkpoints,
@@ -229,20 +185,7 @@ MEMORY = (
     _gradients_in_forward,
     _checkpoint,
     _small_batch,
-    _unread_passes,
 )
-
-
-def _operations_of_ranges(evidence: Evidence, step: ReplayedStep, ranges: Sequence[int]) -> list[list[int]]:
-    assert evidence.trace is not None
-    trace, columns = evidence.trace.trace, step.columns
-    starts_ns, threads = trace.calls.start_ns[columns.call], trace.calls.thread[columns.call]
-    found = []
-    for at in ranges:
-        inside = (starts_ns >= trace.ranges.start_ns[at]) & (starts_ns < trace.ranges.end_ns[at])
-        calls = np.flatnonzero(inside & (threads == trace.ranges.thread[at])).tolist()
-        found.append([row for call in calls for row in range(*columns.launches[call])])
-    return [rows for rows in found if rows]
 
 
 def _steps_left(evidence: Evidence, grown: int) -> int | None:

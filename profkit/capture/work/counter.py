@@ -43,6 +43,7 @@ from profkit.capture.work.operator_work import (
     replay_observers,
 )
 from profkit.capture.work.operators import base_name, has_other_gradient, name_arguments
+from profkit.capture.work.repeated_calls import RepeatedCalls
 from profkit.names import (
     BACKWARD,
     COUNTED,
@@ -126,6 +127,7 @@ class WorkCounter(OperatorMode, RangeObserver):
         self._tables: dict[tuple[str, tuple[int, ...]], Counter[str]] = {}
         self._shared_shapes: set[tuple[int, ...]] = set()
         self._unread: dict[str, UnreadGradients] = {}
+        self._repeated = RepeatedCalls()
         self._model_flops = 0
         self._work: dict[tuple[str, ...], Any] = {}
         self._is_entered = False
@@ -207,6 +209,7 @@ class WorkCounter(OperatorMode, RangeObserver):
             padding=padding,
             unread_gradients=tuple(self._unread.values()),
             tables=tuple(self._describe_tables()),
+            independent_calls=tuple(self._repeated.describe()),
         )
 
     def _describe_tables(self) -> Iterator[DenseTable]:
@@ -238,6 +241,8 @@ class WorkCounter(OperatorMode, RangeObserver):
         self._compiled.interrupt(thread)
         is_step = around is self._account.step and _STEP.fullmatch(name)
         instance = around if is_step else self._account.open(name, around)
+        if not is_step:
+            self._repeated.opened(instance)
         self._open.setdefault(thread, []).append(instance)
 
     def _closes(self, thread: int) -> None:
@@ -325,6 +330,7 @@ class WorkCounter(OperatorMode, RangeObserver):
                 work = replace(work, products=Products())
         self._add(innermost, work.products, work.other_flops)
         self._account.move(innermost, work.reads, work.writes)
+        self._repeated.did(innermost, work)
 
     def _note_line(self, work: OperatorWork, frame: FrameType) -> None:
         """Count an operator for the line of the user's own that calls it, unless backward or the optimizer does."""

@@ -1,0 +1,112 @@
+"""Rows of causes: calls of modules that need not be made, or not one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from statistics import median, mode
+
+from profkit.analysis.causes.changes import NOTHING, By, fuse, remove_operations
+from profkit.analysis.causes.evidence import Cause, Evidence, SourceLine, name_times, source_line
+from profkit.analysis.step_replay.facts import World
+from profkit.analysis.step_replay.kernel_edits import SMALLEST_NS
+from profkit.analysis.step_replay.steps import ReplayedStep
+from profkit.names import BACKWARD, FORWARD
+
+_ALIKE = 0.8
+"""Calls whose kernels take this share of the longest one's do the same work."""
+_SHORT_NS = 20_000
+"""Kernels that take no longer leave the GPU mostly empty, so that many samples take little more than one."""
+_OF_FURTHER: By = {"least": 0.1, "expected": 0.4, "most": 1.0}
+"""What a further sample takes of what its own kernel takes beyond its start, if one kernel computes all."""
+
+
+def _unread_passes(evidence: Evidence) -> Iterator[Cause]:
+    """Forward passes with gradients that no backward pass reads, as of a model that is asked once more for a log."""
+    if evidence.step is None:
+        return
+    for name, passed, calls in evidence.unread_calls:
+        read = max(1, round(passed))
+
+        def choose(step: ReplayedStep, read: int = read, calls: Sequence[int] = calls) -> list[int]:
+            return [at for one in evidence.operations_in(step, calls)[:-read] for at in one]
+
+        durations = evidence.step.columns.duration_ns
+        passes = evidence.operations_in(evidence.step, calls)
+        times_ns = [sum(durations[at] for at in one) for one in passes]
+        # Which of them is not read, nobody recorded: it is known what goes only if they take the same.
+        if len(passes) > read and min(times_ns) >= _ALIKE * max(times_ns):
+            yield Cause(
+                code="unread-graph",
+                cause=f"{name} is called {name_times(len(passes))}, and backward goes through it {name_times(passed)}",
+                module=name,
+                change="call it once for both, or for a log every N steps",
+                changes=[remove_operations("no pass that nobody reads", choose, NOTHING, "which of the calls it is")],
+                costs="what that call is for, in the other steps",
+                evidence={"calls": len(passes), "passes": passed, "call_ns": round(median(times_ns))},
+            )
+
+
+def unread_graphs(evidence: Evidence) -> Iterator[str]:
+    """Note of the same where nobody can say what it costs."""
+    steps = max(1, evidence.summary.program_steps)
+    priced = {cause.module for cause in _unread_passes(evidence)}
+    for name, passed, calls in evidence.unread_calls:
+        if name not in priced:
+            yield (
+                f"{name} is called with gradients {name_times(len(calls) / steps)}, and backward goes through it "
+                f"{name_times(passed)}: torch.no_grad() around the other calls spares memory and Python"
+            )
+
+
+def _separate_calls(evidence: Evidence) -> Iterator[Cause]:
+    """A module is called for each sample, say, though none of these calls needs what another of them made."""
+    run = evidence.capture.run
+    if evidence.step is None or run is None or run.work is None:
+        return
+    durations = evidence.step.columns.duration_ns
+    for calls in run.work.independent_calls:
+        groups = _group_alike(evidence, evidence.step, calls.module)
+        times_ns = [durations[row] for group in groups for row in group]
+        if not times_ns or median(times_ns) > _SHORT_NS:
+            continue
+
+        def choose(step: ReplayedStep, module: str = calls.module) -> list[list[int]]:
+            return _group_alike(evidence, step, module)
+
+        yield Cause(
+            code="loop",
+            cause=f"{calls.module} is called {calls.calls:,} times a pass, and no call needs another's result",
+            detail=f": {len(times_ns):,} short kernels",
+            line=_find_calling_line(evidence, calls.module),
+            module=calls.module,
+            change="one call for all of them, on what they are given stacked together",
+            changes=[fuse("one call", choose, _size_of_all)],
+            evidence={"calls": calls.calls, "kernels": len(times_ns), "time_ns": sum(times_ns)},
+        )
+
+
+def _group_alike(evidence: Evidence, step: ReplayedStep, module: str) -> list[list[int]]:
+    """Return the operations of a module's calls that do the same, the first of each call together, and so on."""
+    groups: list[list[int]] = []
+    for phase in (FORWARD, BACKWARD):
+        calls = evidence.operations_in(step, evidence.module_ranges.get((phase, module), ()))
+        usual = mode(map(len, calls)) if calls else 0
+        groups += map(list, zip(*(call for call in calls if len(call) == usual), strict=True))
+    return groups
+
+
+def _size_of_all(world: World, durations: Sequence[int]) -> float:
+    """Return how long one kernel takes that does what these do, each for another sample."""
+    more_ns = sum(max(0, time_ns - SMALLEST_NS) for time_ns in durations) - max(0, max(durations) - SMALLEST_NS)
+    return max(durations) + _OF_FURTHER[world] * more_ns
+
+
+def _find_calling_line(evidence: Evidence, module: str) -> SourceLine | None:
+    """Return the line that calls a module by the end of its name, None if none was seen to."""
+    name = module.rpartition(".")[2]
+    lines = [line for line in (*evidence.lines, *evidence.facts.callers) if line.file and line.method == name]
+    line = max(lines, key=lambda line: line.time_ns, default=None)
+    return None if line is None else source_line(line)
+
+
+CALLS = (_unread_passes, _separate_calls)

@@ -1,0 +1,68 @@
+"""Modules that one pass calls again and again, though no call needs what another of them made."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Iterator
+
+from profkit.capture.work import Instance
+from profkit.capture.work.operator_work import OperatorWork
+from profkit.names import BACKWARD, FORWARD, kind_of
+from profkit.run.work import IndependentCalls
+
+MANY = 8
+"""Calls in one pass from which on one call for all of them is worth a thought."""
+
+
+class RepeatedCalls:
+    """Follows in which memory the results of modules' calls lie.
+
+    A pass ends where backward begins. What a module's first call made is not followed: of more than two calls that need
+    one another, the third needs the second.
+    """
+
+    def __init__(self) -> None:
+        self._calls: Counter[str] = Counter()
+        self._number: dict[Instance, int] = {}
+        self._made: dict[Hashable, dict[str, int]] = {}
+        """By memory, the latest call of each module that went into it."""
+        self._depend: set[str] = set()
+        self._found: dict[tuple[str, ...], int] = {}
+
+    def opened(self, instance: Instance) -> None:
+        """A range opens: that of a module's call, if it lies in a forward pass."""
+        path = instance.path
+        if path[0] == BACKWARD:
+            self._calls.clear()
+            self._made.clear()
+        elif path[0] == FORWARD and len(path) > 1:
+            self._number[instance] = self._calls[path[-1]]
+            self._calls[path[-1]] += 1
+            self._found[path] = max(self._found.get(path, 0), self._calls[path[-1]])
+
+    def did(self, innermost: Instance, work: OperatorWork) -> None:
+        """An operator ran within an instance and those around it."""
+        made: dict[str, int] = {}
+        for access in work.reads:
+            for name, number in self._made.get(access.buffer, {}).items():
+                made[name] = max(number, made.get(name, 0))
+        for instance in innermost.chain():
+            number = self._number.get(instance, 0)
+            if number:
+                name = instance.path[-1]
+                if made.get(name, number) < number:
+                    self._depend.add(name)
+                made[name] = number
+        for access in work.writes if made else ():
+            self._made[access.buffer] = self._made.get(access.buffer, {}) | made
+
+    def describe(self) -> Iterator[IndependentCalls]:
+        """Yield the outermost modules with many calls of which none needs another, those of one kind as one."""
+        wanted = {path for path, calls in self._found.items() if calls >= MANY and path[-1] not in self._depend}
+        kinds: dict[str, int] = {}
+        for path in wanted:
+            if not any(path[:depth] in wanted for depth in range(2, len(path))):
+                kind = kind_of(path[-1])
+                kinds[kind] = max(kinds.get(kind, 0), self._found[path])
+        depend = set(map(kind_of, self._depend))
+        yield from (IndependentCalls(kind, calls) for kind, calls in kinds.items() if kind not in depend)
