@@ -95,7 +95,6 @@ def read_ranks(path: str | Path, *, workers: int | None = None) -> RanksResult:
 
 
 def find_sources(path: Path) -> list[RankSource]:
-    """Return what there is to read, one source for each trace file."""
     if path.is_file() and RANK_LIGHT.fullmatch(path.name):
         raise UsageError(f"{path}: the light record of one rank; all of them: profkit ranks {path.parent}")
     if not path.is_dir():

@@ -138,12 +138,10 @@ def _alphabetical(module: str) -> list[tuple[int, str]]:
 
 
 def is_shared(name: str) -> bool:
-    """Return whether a range stands for launches that several modules share."""
     return name.startswith(SHARED)
 
 
 def sharing_modules(name: str) -> list[str]:
-    """Return the modules that the name of a shared line holds."""
     return name.removeprefix(SHARED).split(" + ")
 
 

@@ -140,7 +140,6 @@ class Keeper:
         self._lines: dict[tuple[str, int, str], int] = {}
 
     def text(self, kind: Kind, text: str) -> str:
-        """Return what a copy holds of a text of a kind."""
         kept = self._apply(kind, text)
         self.left_out_count += LEFT_OUT in kept
         if kind.is_name and kept:

@@ -46,7 +46,6 @@ class Heap:
     """
 
     def __init__(self, requests: Requests, settings: Settings, draw: int, limit: Limit | None) -> None:
-        """Begin empty; `lay_out` adds what was there before the first event."""
         self._requests = requests
         self._settings = settings
         self._limit = limit

@@ -139,7 +139,6 @@ def replay_device(device: Device, settings: Settings, is_settled: bool = True) -
 
 
 def reserved_changes(device: Device) -> Ints:
-    """Return, per event, by how many bytes it changed what the device has reserved."""
     action, size = device.events.action, device.events.size_bytes
     grows = (action == SEGMENT_ALLOC) | (action == SEGMENT_MAP)
     shrinks = (action == SEGMENT_FREE) | (action == SEGMENT_UNMAP)
@@ -281,7 +280,6 @@ class History:
 
     @property
     def allocated_end_bytes(self) -> int:
-        """What is allocated at the dump, as the snapshot itself says."""
         return int(self.device.blocks.size_bytes[self.device.blocks.state == ALLOCATED].sum())
 
     @property
@@ -305,7 +303,6 @@ class History:
         return bool(len(self.device.events)) and not self.replay.start_count and not self.replay.start_reserved_bytes
 
     def time_us(self, moment: int) -> int | None:
-        """Return the time of a point on the curves; None without a history."""
         times_us = self.device.events.time_us
         return int(times_us[max(moment - 1, 0)]) if len(times_us) else None
 

@@ -165,7 +165,6 @@ class Requests:
 
 
 def requests_of(history: History) -> Requests:
-    """Return what the program asked of the allocator, as the replay shows it."""
     replay, events = history.replay, history.device.events
     kinds, kind, start = _find_kinds(history)
     failed = np.flatnonzero(events.action == OOM)

@@ -90,7 +90,6 @@ class LinesResult(NotebookResult):
         return asdict(self)
 
     def to_pandas(self) -> Any:
-        """Return one row per line, phase and thread."""
         return table_of(self.lines, LineTime)
 
 

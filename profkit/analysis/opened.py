@@ -112,7 +112,6 @@ class OpenedTrace:
 
     @cached_property
     def lines(self) -> LinesResult | None:
-        """Return the lines of source behind the steps of this rank, None where the run holds none."""
         from profkit.analysis.lines import find_lines
 
         run, rank = self.run, self.rank or 0

@@ -74,7 +74,6 @@ def _resample(samples: npt.NDArray[Any], sequences: tuple[int, int], largest: in
 
 
 def judge_change(change: Fraction, low: int | None, high: int | None) -> Verdict:
-    """Return what a change is by its interval: it is not measurable if the interval holds 0."""
     if not change:
         return "unchanged"
     if low is None or high is None:

@@ -58,7 +58,6 @@ _TF32 = ("high", "medium", True, "tf32")
 
 
 def summarize_capture(capture: OpenedCapture) -> Summary:
-    """Return what a run, a trace or a snapshot says."""
     manifest = capture.manifest
     compared = compare_opened(capture.trace, capture.run)
     summary = Summary(str(capture.path), _head(capture, manifest), compared=compared)

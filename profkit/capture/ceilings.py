@@ -40,7 +40,6 @@ _AMPERE = 8
 
 
 def measure() -> dict[str, Any]:
-    """Return ``device``, ``gemm``, ``copy`` and ``torch`` of ``ceilings.json``."""
     # Types that the GPU does not multiply natively would be computed in a different one.
     is_older = torch.cuda.get_device_capability()[0] < _AMPERE
     gemm = [_gemm(dtype) for dtype in (("fp32", "fp16") if is_older else _DTYPES)]

@@ -145,7 +145,6 @@ class FlightRecorder:
         self._dropped = [(first, last) for first, last in self._dropped if last >= time_ns]
 
     def group(self, name: str, number: int) -> Group:
-        """Return a group that collectives named, with its ranks and its dimension in a device mesh."""
         self.note_groups()
         ranks = self._ranks.get(name) or tuple(range(distributed.get_world_size() if several_ranks() else 0))
         said = self._described.get(name, "")

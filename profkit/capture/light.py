@@ -130,7 +130,6 @@ class LightRecorder:
         self._keeps = False
 
     def begin(self) -> None:
-        """Prepare for process groups that the script will make."""
         turn_on()
         self._flight.watch_meshes()
         self._settle_before_groups_end()

@@ -132,7 +132,6 @@ _LIBRARIES = [Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib"
 
 @functools.cache
 def describe(place: Place) -> Line:
-    """Return where a place stands in its source, and what it calls there."""
     code = _codes[place.code]
     line, call = call_at(code, place.instruction)
     called = None if call is None else _shortened(ast.unparse(call.func))
@@ -209,7 +208,6 @@ class StackSampler:
         self._interval = 0.0
 
     def watch(self, thread: int, kind: Thread) -> None:
-        """Look at a thread from now on; one that is watched already keeps its kind."""
         self._watched.setdefault(thread, kind)
 
     def start(self) -> None:
@@ -370,7 +368,6 @@ class Waits:
         self._lists.clear()
 
     def note(self, frame: FrameType) -> None:
-        """Count a wait of a thread that stands in a frame."""
         self.counts[find_stack(frame), *self._phase()] += 1
         self.spots.add(_spot_of(frame))
 

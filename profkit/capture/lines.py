@@ -73,7 +73,6 @@ class LineRecorder:
         self._waits.forget()
 
     def stop(self) -> RunLines | None:
-        """End, and return what was found; None if no step ended meanwhile."""
         try:
             self._sampler.stop()
             self._waits.stop()
@@ -199,7 +198,6 @@ class WorkerLines:
         self._shared[0] = _LOOKING
 
     def stop(self) -> OfWorkers:
-        """End it, and return what the workers found that answer within a second."""
         self._shared[0] = _OVER
         self._uninstall()
         deadline = perf_counter_ns() + int(_PATIENCE_S * 1e9)

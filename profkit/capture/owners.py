@@ -63,7 +63,6 @@ def tensors_at_hand() -> list[Tensor]:
 
 
 def is_cast_of_parameter(tensor: Tensor) -> bool:
-    """Return whether a tensor is autocast's copy of a parameter, or a view of one."""
     node = _base(tensor).grad_fn
     if node is None or type(node).__name__ != "ToCopyBackward0":
         return False
@@ -204,7 +203,6 @@ class OwnerLedger:
         self._step = number
 
     def note_step(self, name: str, start_us: int) -> None:
-        """Write down that a step began then and ends now, and the allocator's figures."""
         now = now_us()
         self._write({"kind": "step", "name": name, "start_us": start_us, "end_us": now, "time_us": now})
         self.note_figures(name)
@@ -237,7 +235,6 @@ class OwnerLedger:
             self._write({"kind": "unread", "time_us": now_us(), "step": self._step, "saved_tensors": unread})
 
     def note_kept(self, tensors: Iterable[Tensor]) -> None:
-        """Write down what a checkpoint has computed again and keeps for backward."""
         note = self._noter()
         for tensor in tensors:
             note(tensor)

@@ -71,7 +71,6 @@ class ScriptsProfiler:
 
     @contextmanager
     def ours(self) -> Iterator[None]:
-        """Take what starts within the block for a profiler of profkit's."""
         self._is_ours = True
         try:
             yield
@@ -364,7 +363,6 @@ class StepsRecorder:
             self._recording.enter_context(collections_as_ranges(log))
 
     def stop(self) -> str | None:
-        """End the recording, if there is one, and return why it could not be saved."""
         if self._scripts_profiler is not None:
             self._scripts_profiler.before_start = None
         self._drop_profiler()

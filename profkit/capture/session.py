@@ -144,7 +144,6 @@ class Session:
         self._is_over = order.recorder == "oom"
 
     def begin(self) -> None:
-        """Install the hooks; record the allocator from CUDA's first use if it is to be recorded."""
         self.hooks.install()
         if self._light is not None:
             self._light.begin()
@@ -294,7 +293,6 @@ class Session:
 
     @property
     def is_done(self) -> bool:
-        """Whether nothing more is recorded, timed or looked for."""
         return self._is_over and not self._after.is_on
 
     def _end_steps(self) -> None:

@@ -68,7 +68,6 @@ class Stages:
             self.session.begin()
 
     def end(self) -> None:
-        """End the session that runs; those that have not begun are left out."""
         if any(order.recorder == "memory" for order in self._orders):
             self.no_memory = why_no_memory() or "the block ended before its steps began"
         try:
@@ -94,7 +93,6 @@ def _abandon() -> None:
 
 
 def why_not() -> str | None:
-    """Return what forbids a recording now, and what to do about it; None if nothing does."""
     if _running:
         return "profkit.record already records in this process: leave its block before another one begins"
     if VARIABLE in os.environ:
@@ -105,7 +103,6 @@ def why_not() -> str | None:
 
 
 def find_job() -> Job | None:
-    """Return this rank's place among the ranks that train together, None if it trains alone."""
     if several_ranks():
         return Job(None, distributed.get_world_size(), distributed.get_rank(), "rank")
     count = number_in(os.environ, "WORLD_SIZE") or 1
@@ -121,7 +118,6 @@ def agree_on(name: str) -> str | None:
 
 
 def why_no_memory() -> str | None:
-    """Return why the allocator cannot be recorded now, None if it can."""
     if not torch.cuda.is_initialized():
         return "no GPU was used (memory=True records the allocator of CUDA)"
     if getattr(torch._C, "_cuda_isHistoryEnabled", bool)():

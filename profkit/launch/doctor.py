@@ -119,7 +119,6 @@ def examine(machine: Machine, nsys: Nsys | str | None) -> list[Check]:
 
 
 def can_record(findings: Iterable[Check]) -> bool:
-    """Return whether anything can be recorded: an nsys that starts or a torch, and room to write."""
     state = {finding.check: finding.state for finding in findings}
     has_room = "failed" not in (state["working directory"], state["temporary directory"])
     return has_room and (state["nsys"] == "ok" or state["torch"] != "failed")
@@ -190,7 +189,6 @@ def _short(nsys: Nsys) -> str:
 
 
 def find_driver(machine: Machine) -> str | None:
-    """Return the NVIDIA driver's version, from the kernel module or from nvidia-smi."""
     version = driver_version(machine.root)
     if version is not None:
         return version

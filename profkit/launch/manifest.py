@@ -241,7 +241,6 @@ def _by_context(steps: Steps) -> dict[str, list[int]]:
 
 
 def warn_of_counted(during: Mapping[str, int], where: str) -> list[str]:
-    """Return warnings about events within the steps called ``where`` that spoil a measurement."""
     warnings = []
     for name, (singular, plural, advice) in _COUNTED.items():
         count = during.get(name, 0)

@@ -169,7 +169,6 @@ def lacking_libraries(program: Path) -> list[str]:
 
 
 def how_to_install(missing: Sequence[str]) -> str:
-    """Return which packages to install for missing libraries, as far as their names are known."""
     packages = [_PACKAGES[library] for library in missing if library in _PACKAGES]
     return f"install {' '.join(packages)}" if packages else "install them"
 

@@ -228,7 +228,6 @@ def model_passes(
 
 
 def why_nothing(run: Path, processes: Sequence[Process], order: Order) -> str | None:
-    """Return why a pass recorded nothing into ``run``, None if it did record, or should not."""
     if are_left_out(processes):
         return None
     if order.recorder == "memory":
@@ -304,7 +303,6 @@ def _why_not_chosen(step_on: str, process: Process) -> str:
 
 
 def shortfalls(outcome: Outcome, *, is_last: bool) -> list[str]:
-    """Return what a pass lacks although it recorded something, or other passes did."""
     if outcome.order.recorder in ("memory", "oom"):
         return ([] if is_last or outcome.reason is None else [outcome.reason]) + _memory_shortfalls(outcome)
     if not outcome.processes:

@@ -200,7 +200,6 @@ def _add_legend(figure: Figure, bars: list[_Bar]) -> None:
 
 
 def plot_lanes(before: StepLanes, after: StepLanes, edits: tuple[str, ...], path: Path) -> None:
-    """Write the lanes of both steps, on one scale, to a PNG file."""
     rows = [
         (f"{name}, {lane}", spans)
         for name, step in (("now", before), ("after", after))
@@ -386,7 +385,6 @@ def plot_roofline(
 
 
 def rate_of(row: EfficiencyRow) -> float:
-    """Return all operations of a row per second of GPU busy: its height."""
     return ((row.flops or 0) + (row.other_flops or 0)) / row.busy_ns * 1e9
 
 

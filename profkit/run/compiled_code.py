@@ -210,7 +210,6 @@ def says_origins(torch: str) -> bool:
 
 
 def append_records(path: Path, records: Sequence[CompiledGraph | CapturedGraph | Compilation | GraphBreak]) -> None:
-    """Add records to the file, each in one write."""
     with path.open("ab", buffering=0) as file:
         for record in records:
             file.write(json.dumps({"kind": _KINDS[type(record)], **asdict(record)}).encode() + b"\n")

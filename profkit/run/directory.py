@@ -82,7 +82,6 @@ class Run:
 
     @cached_property
     def work(self) -> RunWork | None:
-        """How much work each range does, if that was counted."""
         from profkit.run.work import read_work
 
         return read_work(self.path / WORK) if (self.path / WORK).exists() else None
@@ -101,14 +100,12 @@ class Run:
 
     @cached_property
     def ceilings(self) -> Ceilings | None:
-        """What the GPU can do at most, if that was measured for this run."""
         from profkit.run.work import read_ceilings
 
         return read_ceilings(self.path / CEILINGS) if (self.path / CEILINGS).exists() else None
 
     @cached_property
     def trials(self) -> tuple[Trials, ...]:
-        """What each call of `profkit try` left, the oldest first."""
         from profkit.run.edits import read_trials
 
         return read_trials(self.path / TRIALS) if (self.path / TRIALS).exists() else ()

@@ -283,7 +283,6 @@ class Measured:
 
     @property
     def refusals(self) -> tuple[str, ...]:
-        """Why edits were not made, or took no effect."""
         return tuple(f"{evidence.edit}: {evidence.text}" for evidence in self.evidence if not evidence.is_made)
 
 

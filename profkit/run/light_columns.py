@@ -73,7 +73,6 @@ class Phases:
         return sums
 
     def times_of(self, name: str, count: int) -> Ints:
-        """Return how long one phase took in each of ``count`` steps."""
         return self.times(count)[:, self.names.index(name)] if name in self.names else np.zeros(count, dtype=np.int64)
 
 
@@ -106,7 +105,6 @@ class StepColumns:
 
     @cached_property
     def named(self) -> Ints:
-        """Return the positions of the measured steps: those with a name."""
         return np.array([at for at, name in enumerate(self.names) if name is not None], dtype=np.int64)
 
     def only(self, kept: Sequence[int]) -> StepColumns:

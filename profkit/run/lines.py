@@ -83,7 +83,6 @@ class LineTime:
 
     @property
     def own_ns(self) -> int:
-        """What it took without its waits for the GPU."""
         return self.time_ns - self.waiting_ns
 
     @property

@@ -53,7 +53,6 @@ class Samples:
 
     @property
     def contexts(self) -> list[int | None]:
-        """Return the context lengths of the steps, in their order; of a run over one, None."""
         return list(dict.fromkeys(step.get(_CONTEXT) for step in self.steps))
 
     def times_ns(self, clock: Clock, context: int | None) -> dict[str, list[int]]:
@@ -65,7 +64,6 @@ class Samples:
         return {phase: by_phase[phase] for phase in sorted(by_phase, key=phase_order)}
 
     def steps_over(self, context: int | None) -> list[dict[Word, int]]:
-        """Return the steps of one context length, in order."""
         return [step for step in self.steps if step.get(_CONTEXT) == context]
 
     def step_ns(self, context: int | None = None) -> list[int]:
@@ -380,7 +378,6 @@ class Manifest:
 
     @property
     def ending(self) -> str:
-        """Return how a run that is not complete came to its end."""
         if self.status == "failed":
             return f"it failed ({self.reason or f'exit status {self.exit_status}'})"
         return "its `profkit run` was killed, or has not ended yet"
@@ -447,7 +444,6 @@ class Manifest:
 
     @property
     def rank_of_pid(self) -> dict[int, int]:
-        """Return pid → rank of the recorded processes, as they themselves told."""
         return {
             process.pid: process.rank
             for process in self.processes

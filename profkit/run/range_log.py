@@ -372,12 +372,10 @@ _LEVEL = 6
 
 
 def plain_beside(path: Path) -> Path:
-    """Return where a process leaves the plain trace that becomes ``path``."""
     return path.with_name(f"{PARTIAL}{path.name}{_PLAIN}")
 
 
 def log_beside(path: Path) -> Path:
-    """Return where a process leaves the log of ranges that belongs to it."""
     return path.with_name(f"{PARTIAL}{path.name}{_LOG}")
 
 

@@ -259,7 +259,6 @@ class Attached:
 
 
 def lines_flag(run: Path, pid: int) -> Path:
-    """Return the file by which a process tells its data loaders' workers to look for their lines."""
     return run / _LINES.format(pid)
 
 

@@ -128,7 +128,6 @@ class Device:
 
     @property
     def was_used(self) -> bool:
-        """Whether anything was ever reserved or asked for here."""
         return bool(len(self.events) or len(self.segments))
 
 

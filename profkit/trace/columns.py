@@ -334,7 +334,6 @@ def array_columns(table: Table) -> list[str]:
 
 
 def take_rows(table: Table, rows: Bools | Ints) -> Table:
-    """Return some rows of a table, of ranges with their payloads."""
     taken: dict[str, Any] = {name: getattr(table, name)[rows] for name in array_columns(table)}
     if isinstance(table, Ranges) and table.payload:
         kept = np.arange(len(table))[rows].tolist()
@@ -343,7 +342,6 @@ def take_rows(table: Table, rows: Bools | Ints) -> Table:
 
 
 def take_calls(trace: Trace, rows: Bools | Ints) -> Trace:
-    """Return a trace with some of its calls, and what these wait for."""
     kept = np.arange(len(trace.calls))[rows]
     syncs = trace.syncs
     if syncs is not None:

@@ -205,7 +205,6 @@ class Reading:
         return sorted({pid for pid, _ in self.threads})
 
     def report_impossible(self, what: str, rows: list[Event]) -> None:
-        """Record that rows of work with impossible times were left out."""
         if rows:
             self.diagnostics.append(report_left_out(what, len(rows), name_of(rows[0])))
 

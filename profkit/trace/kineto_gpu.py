@@ -168,11 +168,9 @@ class GpuReader:
         return Syncs(call, device, stream, record, device, record_stream)
 
     def calls_with_work(self) -> Bools:
-        """Return which calls share their correlation id with a GPU row seen so far."""
         return np.isin(self.correlation, list(self._matched))
 
     def note_ambiguous(self) -> None:
-        """Record how many GPU rows fit the launches of several processes."""
         if self._ambiguous_count:
             self._reading.notes.append(
                 f"{self._ambiguous_count} GPU rows have a correlation id that several processes use; they "

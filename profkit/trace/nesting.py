@@ -31,7 +31,6 @@ class ThreadTimeline:
         return self.innermost[self.segment_at(time_ns)]
 
     def own_stretches(self) -> tuple[Ints, Ints, Ints]:
-        """Return in which stretches a range was the innermost one: which range, from and to."""
         is_own = (self.innermost[:-1] != NO_RANGE) & (self.time_ns[:-1] < self.time_ns[1:])
         return self.innermost[:-1][is_own], self.time_ns[:-1][is_own], self.time_ns[1:][is_own]
 

@@ -148,7 +148,6 @@ class SqliteFile:
                 raise TraceError(f"{self.path}: {str(name)[:80]} is {what}, and nsys writes tables; export it again")
 
     def error(self, error: sqlite3.Error | UnicodeDecodeError) -> TraceError:
-        """Return SQLite's complaint as a line for a person."""
         text = "malformed: names that are no UTF-8" if isinstance(error, UnicodeDecodeError) else str(error)
         for words, meaning in _COMPLAINTS:
             if any(word in text for word in words):

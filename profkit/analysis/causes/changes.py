@@ -218,8 +218,6 @@ def call_once(name: str, choose: Choose, own: By) -> StepChange:
 
 
 def compute_in_bf16(name: str, choose: Choose) -> StepChange:
-    """Return the change after which what some calls launch computes in bf16."""
-
     def apply(columns: StepColumns, setting: Setting) -> StepColumns:
         return kernel_edits.compute_in_bf16(columns, setting, choose(setting.step))
 
@@ -276,8 +274,6 @@ def keep_workers() -> StepChange:
 
 
 def batches_every(time_ns: int) -> StepChange:
-    """Return the change after which a loader's batches come every so often."""
-
     def apply(columns: StepColumns, setting: Setting) -> StepColumns:
         return have_batches_come(columns, setting, round(time_ns * OF_SAMPLED[setting.world]))
 
@@ -305,5 +301,4 @@ def drop_own_waits(line: LineTime) -> StepChange:
 
 
 def stop_chosen_waits(name: str, choose: Choose) -> StepChange:
-    """Return the change after which some calls do not wait."""
     return StepChange(name, lambda columns, setting: stop_waiting(columns, choose(setting.step), setting.constants))

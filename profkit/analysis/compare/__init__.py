@@ -98,7 +98,6 @@ class ReducedWork:
 
 
 def reduce_work(attribution: Attribution, range: str | None = None) -> ReducedWork:
-    """Return what samples of a trace are taken from; with a range only of what lies under it."""
     trace = attribution.trace
     members = _choose_steps(attribution, range)
     steps, whole = _number_steps(attribution, members) if len(members) else None, _number_whole(attribution)

@@ -204,7 +204,6 @@ class ReducedCapture:
 
 
 def reduce_capture(capture: OpenedCapture, range: str | None = None) -> ReducedCapture:
-    """Return what a comparison needs of a capture; with a range only of what lies under it."""
     trace, work, steps_ns = capture.trace, None, empty_ints()
     if trace is not None and len(trace.trace.work):
         steps_ns = trace.account.recorded_steps_ns() if range is None else steps_ns
@@ -268,7 +267,6 @@ def compare_captures(
 
 
 def compare_unprofiled(before: StepTimes, after: StepTimes) -> CleanComparison:
-    """Return what changed in the phases that both runs timed."""
     shared = [name for name in before.samples if name in after.samples]
     changes = [_compare_samples(name, before.samples[name], after.samples[name]) for name in shared]
     counts = [max((len(side.samples[name].rest_ns) for name in shared), default=0) for side in (before, after)]

@@ -69,7 +69,6 @@ class RunFacts:
     uncounted: str | None = None
 
     def find_doubts(self) -> Iterator[Finding]:
-        """Yield which operators were not counted."""
         missing = () if self.work is None else self.work.missing
         if FUSED in missing:
             yield Finding(

@@ -220,7 +220,6 @@ def _find_shared(attribution: Attribution, wanted: KernelFilter, chosen: Chosen)
 
 
 def explain_no_work(trace: Trace) -> str:
-    """Return why there is nothing to show, in one line."""
     if len(trace.copies):
         missing = "neither a GPU kernel nor a CPU operator" if trace.source == "kineto" else "no GPU kernel"
         return f"{trace.path}: recorded {len(trace.copies):,} copies and fills of GPU memory, but {missing}"

@@ -106,7 +106,6 @@ class DeviceMemory(ReplayedDevice):
         )
 
     def live_rows(self, moment: int) -> list[int]:
-        """Return the allocations (rows of the replay) that were live at a moment on the curves."""
         replay = self.history.replay
         return np.flatnonzero((replay.birth < moment) & (replay.freed >= moment)).tolist()
 
@@ -313,7 +312,6 @@ def _share(part: int, whole: int) -> float:
 
 
 def measure_fragmentation(history: History, moment: int) -> Fragmentation:
-    """Return what was reserved and not allocated at a moment on the curves."""
     replay, curves = history.replay, history.curves
     is_live = (replay.birth < moment) & (replay.freed >= moment)
     is_pending = (replay.freed < moment) & (replay.completed >= moment)

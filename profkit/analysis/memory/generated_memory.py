@@ -320,12 +320,10 @@ class ReplayedDevice:
 
     @cached_property
     def stacks(self) -> StackBook:
-        """The stacks of the allocations, interned on first use."""
         return StackBook(self.device, self.history.replay)
 
     @cached_property
     def generated(self) -> GeneratedMemory:
-        """Finds who holds what compiled code allocated."""
         ends_failing = self.device.events.action[-1:].tolist() == [OOM]
         return GeneratedMemory(self._compiled, self.history.replay, self.stacks, ends_failing=ends_failing)
 

@@ -100,7 +100,6 @@ class MemoryResult(NotebookResult):
     warnings: tuple[Finding, ...]
 
     def __repr__(self) -> str:
-        """Return the snapshot and its peak in one line."""
         peak, exact = self.totals.allocated_peak_bytes, self.totals.exact
         return f"MemoryResult(snapshot={self.snapshot!r}, allocated_peak_bytes={peak}, exact={exact})"
 

@@ -250,7 +250,6 @@ class _Sum:
 
 
 def sum_by_phase(pieces: Iterable[Piece], total: int) -> tuple[PartRow, ...]:
-    """Return what was allocated in each phase, the most bytes first."""
     sums = defaultdict[str, _Sum](_Sum)
     for piece in pieces:
         sums[piece.phase].add(piece, piece.bytes, 1)

@@ -385,7 +385,6 @@ def _build_ledger(verdict: Ints, duration_ns: Ints) -> Ledger:
 
 
 def mark_members(count: int, members: Ints) -> Bools:
-    """Return a truth column of ``count`` rows, true at ``members``."""
     marked = np.zeros(count, dtype=np.bool_)
     marked[members] = True
     return marked

@@ -294,7 +294,6 @@ class Mirrors:
         return len(self.number)
 
     def span(self, members: Ints) -> tuple[Ints, Ints]:
-        """Return the spans of some mirrors, by their index among the ranges."""
         return self.number[members - self.first], self.end[members - self.first]
 
 

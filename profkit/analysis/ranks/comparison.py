@@ -84,7 +84,6 @@ class RanksResult(NotebookResult):
     """What a recorded step takes by the time account; None where no rank left a trace with steps."""
 
     def to_pandas(self) -> pd.DataFrame:
-        """Return one row per rank."""
         return table_of(self.ranks, RankSummary)
 
     @property
@@ -96,7 +95,6 @@ class RanksResult(NotebookResult):
 
     @property
     def is_exact(self) -> bool:
-        """Return whether all ranks left full traces."""
         return all(rank.exposed_ns is not None for rank in self.ranks)
 
     @property
@@ -122,7 +120,6 @@ class RanksResult(NotebookResult):
 
     @property
     def why_unknown(self) -> str | None:
-        """Return why nobody can say whether a rank is late; None if somebody can."""
         if self.verdict.most_rank is not None:
             return None
         return NOT_COMPARED if self.recorded_step_count else "no step was recorded"
@@ -213,7 +210,6 @@ def _make_comparable(ranks: Sequence[ReducedRank]) -> list[ReducedRank]:
 
 
 def join_ranks(reads: Sequence[ReadRanks]) -> RanksResult:
-    """Return the comparison of all ranks that were read."""
     lost = [entry for read in reads for entry in read.lost]
     unknown = [reason for rank, reason in lost if rank is None]
     if unknown:

@@ -93,7 +93,6 @@ class Culprit:
 
     @property
     def is_always(self) -> bool:
-        """Return whether the rank is late as a rule, not now and then."""
         return self.late_steps == self.steps
 
 

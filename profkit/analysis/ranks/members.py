@@ -114,7 +114,6 @@ class RankRow:
 
 
 def compare_ranks(trace: Trace, ranks: Ranks, chosen: Chosen) -> tuple[RankRow, ...]:
-    """Return one row a rank, for the work and the instances that a request took in."""
     work, instances = trace.work, chosen.instances
     communication = communication_rows(trace)
     rows, busy = [], BusyTime(work)

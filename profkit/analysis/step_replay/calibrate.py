@@ -144,7 +144,6 @@ class Phases:
         )
 
     def outside_ns(self, step: StepColumns) -> int:
-        """Return the host's recorded time outside of phases and of waits for data."""
         is_outside = (self.phase == NONE) & _do_not_wait(step)
         return int(self.parts_ns[_OUTSIDE].sum() + np.array(step.own_ns)[is_outside].sum())
 

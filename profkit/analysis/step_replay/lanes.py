@@ -40,7 +40,6 @@ class StepLanes:
 
 
 def lay_out_lanes(step: ReplayedStep, columns: StepColumns, steady: Steady, step_ns: int) -> StepLanes:
-    """Return the lanes of a step, or of a changed form of it, scaled to take ``step_ns``."""
     begin, end = steady.ended_ns, steady.ended_ns + steady.step_ns
     streams = sorted(set(columns.stream))
     lanes = {"host": _host(step, columns, steady)}

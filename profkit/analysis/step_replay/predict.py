@@ -204,7 +204,6 @@ class _Reach:
 
 
 def predict_time(replay: StepReplay, edits: Sequence[Edit], facts: ProgramFacts) -> TimeAnswer:
-    """Return how long the step would take after some edits, in the order in which they are given."""
     unknown = ", ".join(edit.text for edit in edits if edit.spec.name not in CHANGES)
     if unknown or replay.refusal is not None:
         why = f"what {unknown} would do to the time is not known: only a run of the edited program shows it"
@@ -215,7 +214,6 @@ def predict_time(replay: StepReplay, edits: Sequence[Edit], facts: ProgramFacts)
 
 
 def change_of(edit: Edit) -> StepChange:
-    """Return what an edit does to a step; there must be such a change."""
     known = CHANGES[edit.spec.name]
 
     def apply(columns: StepColumns, setting: Setting) -> StepColumns:
@@ -225,7 +223,6 @@ def change_of(edit: Edit) -> StepChange:
 
 
 def predict_changes(replay: StepReplay, changes: Sequence[StepChange], facts: ProgramFacts) -> TimeAnswer:
-    """Return how long the step would take after some changes, made one after another."""
     if replay.refusal is None and replay.now_ns is not None:
         try:
             return _predict(replay, changes, facts)

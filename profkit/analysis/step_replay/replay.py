@@ -183,7 +183,6 @@ def prepare(step: StepColumns, constants: Constants) -> StepColumns:
 
 
 def run(step: StepColumns, constants: Constants) -> Replayed:
-    """Run a step that was prepared, or a changed form of it."""
     found = prepare_result(step)
     for _ in run_on(step, constants, found, ()):
         pass
@@ -191,7 +190,6 @@ def run(step: StepColumns, constants: Constants) -> Replayed:
 
 
 def prepare_result(step: StepColumns) -> Replayed:
-    """Return what `run_on` fills in."""
     calls, operations = len(step.own_ns), len(step.duration_ns)
     return Replayed([], [], [NONE] * calls, [0] * operations, [0] * operations, [BY_LAUNCH] * operations)
 

@@ -245,7 +245,6 @@ class StepReplay:
 
 
 def replay_steps(account: TimeAccount, *, failed_check: bool = False) -> StepReplay:
-    """Return the steps of a trace, each replayed as it was recorded."""
     trace = account.attribution.trace
     processes = rows_by_value(trace.ranges.process[account.steps])
     refusal = _why_not(trace, processes, failed_check=failed_check)

@@ -151,7 +151,6 @@ class TimeAccount:
         return time_ns
 
     def sum_parts(self, rows: Bools | None = None) -> tuple[GpuParts, DataWait]:
-        """Return the recorded time of some rows in its parts, and their waits for data."""
         mine = slice(None) if rows is None else rows
         parts, data = (columns[mine].sum(axis=0).tolist() for columns in (self.parts, self.data))
         return GpuParts(*parts), DataWait(*data)
@@ -250,7 +249,6 @@ def share_out(total_ns: int, weights: Sequence[int]) -> list[int]:
 
 
 def open_account(attribution: Attribution, ranks: Ranks, timed: StepTimes | None) -> TimeAccount:
-    """Return the account of a trace; it has no rows if the trace has no steps or no GPU work."""
     trace = attribution.trace
     times = build_gpu_times(trace) if trace.measure == "gpu-kernel" else {}
     steps = measured_ranges(attribution).get(STEP, empty_ints())

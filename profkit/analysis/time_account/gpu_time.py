@@ -166,7 +166,6 @@ class Windows:
 
 
 def find_windows(attribution: Attribution, members: Ints, times: dict[int, GpuTime]) -> Windows:
-    """Return the windows of the ranges ``members``, one GPU after another."""
     trace = attribution.trace
     ranges = trace.ranges
     tables = ((trace.work, attribution.work), (trace.copies, attribution.copies))
@@ -246,7 +245,6 @@ def _build_one(trace: Trace, device: int, talks: Bools, host: HostTime) -> GpuTi
 
 
 def build_host_times(trace: Trace) -> dict[int, HostTime]:
-    """Return what the host was doing for each device of the trace."""
     calls = trace.calls
     threads = threads_by_device(trace)
     wanted = {thread for members in threads.values() for thread in members}
@@ -317,7 +315,6 @@ class DataWait:
 
     @property
     def idle_ns(self) -> int:
-        """Return the time in which the GPU was idle because the program waited for data."""
         return self.launching_ns + self.synchronising_ns + self.outside_cuda_ns
 
 
@@ -339,7 +336,6 @@ class DataWaits:
 
 
 def is_data_wait(trace: Trace) -> Bools:
-    """Return which ranges are waits for data, by name and thread."""
     ranges = trace.ranges
     loads = np.array([_LOADS.match(text) is not None for text in trace.names] or [False], dtype=np.bool_)[ranges.name]
     if not loads.any():

@@ -70,7 +70,6 @@ class SampleStatistics:
 
 
 def summarize_samples(samples: Sequence[int] | Sequence[float] | Ints) -> SampleStatistics:
-    """Return the statistics of at least one sample."""
     if not len(samples):
         raise ValueError("there are no samples")
     values = np.asarray(samples, dtype=np.float64)
@@ -224,7 +223,6 @@ class StepTimes(NotebookResult):
 
     @property
     def contexts(self) -> list[int | None]:
-        """Return the context lengths that were timed; of a run over one, None."""
         return list(dict.fromkeys(times.context for times in self.phases))
 
     def find(self, phase: str, context: int | None) -> PhaseTimes | None:
@@ -236,7 +234,6 @@ class StepTimes(NotebookResult):
 
     @property
     def samples(self) -> dict[str, PhaseSamples]:
-        """Return the unprofiled samples of each phase by its name."""
         return {times.name: times.unprofiled for times in self.phases}
 
     def to_dict(self) -> dict[str, Any]:
@@ -358,7 +355,6 @@ def measure_memory_cost(manifest: Manifest) -> float | None:
 
 
 def is_whole_step(name: str) -> bool:
-    """Return whether a name in `StepTimes.samples` is that of a whole step, not of a phase."""
     return name == STEP or name.endswith(f", {STEP}")
 
 

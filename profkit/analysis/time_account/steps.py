@@ -134,7 +134,6 @@ def context_of(names: Iterable[str]) -> int | None:
 
 
 def is_warmup(name: str) -> bool:
-    """Return whether a range of this name holds steps that are not to be measured."""
     return name.lower() == WARMUP
 
 

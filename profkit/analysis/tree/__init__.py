@@ -68,7 +68,6 @@ def select_ranges(
 
 
 def explain_no_ranges(trace: Trace) -> str:
-    """Return why a trace may hold no ranges, in one line, without the name of the file."""
     if trace.has_invisible_ranges:
         return (
             "NVTX domains were recorded but no range: this nsys cannot see the ranges of the"
@@ -196,7 +195,6 @@ class Chosen:
     instances: Instances | None
 
     def sum_evidence(self, duration_ns: Ints) -> RangeEvidence | None:
-        """Return how the selected work came under the range, None without one."""
         if self.instances is None:
             return None
         kinds = (DIRECT, INFERRED, SEQUENCE)
@@ -204,7 +202,6 @@ class Chosen:
 
 
 def choose_work(attribution: Attribution, wanted: KernelFilter) -> Chosen:
-    """Return what a request selects."""
     if wanted.instance is not None and wanted.range is None:
         raise UsageError("one instance needs a range: an instance is one opening of a range")
     trace = attribution.trace

@@ -58,7 +58,6 @@ class Place:
 
 
 def read_place(path: Sequence[tuple[str, str]]) -> Place:
-    """Return the place of a path of ranges, given as (name, domain), outermost first."""
     names = [name for name, _ in path]
     if any(name.startswith(COMPILING) for name in names):
         return Place(COMPILING)
@@ -97,7 +96,6 @@ class ModuleTree:
                 self.parent[module] = around
 
     def above(self, module: str) -> Iterator[str]:
-        """Yield the modules around one, the nearest first."""
         around = self.parent[module]
         while around is not None:
             yield around
@@ -168,7 +166,6 @@ class ModuleKernel(PassTimes):
 
 
 def time_modules(attribution: Attribution) -> tuple[ModuleTime, ...]:
-    """Return the modules of a trace in the order of its tree."""
     nodes = build_nodes(attribution, numbered=False)
     places, measured = _read_places(nodes), _measured_nodes(nodes)
     tree = ModuleTree(places[node] for node in measured)
@@ -203,7 +200,6 @@ def time_modules(attribution: Attribution) -> tuple[ModuleTime, ...]:
 
 
 def time_kernels_by_module(attribution: Attribution, wanted: Container[str]) -> dict[str, dict[str, ModuleKernel]]:
-    """Return module → kernel → its time within the module, for the modules wanted."""
     nodes = build_nodes(attribution, numbered=False)
     places, measured = _read_places(nodes), set(_measured_nodes(nodes))
     tree = ModuleTree(places[node] for node in _measured_nodes(nodes))

@@ -66,14 +66,12 @@ class RangeNodes:
         return ordered
 
     def labels_above(self) -> list[tuple[tuple[str, str], ...]]:
-        """Return for each node the names and domains from the top down to its own."""
         paths: list[tuple[tuple[str, str], ...]] = []
         for parent, label in zip(self.parent, self.labels, strict=True):
             paths.append((*(paths[parent] if parent != NO_RANGE else ()), label))
         return paths
 
     def names_above(self) -> list[tuple[str, ...]]:
-        """Return for each node the names from the top down to its own."""
         return [tuple(name for name, _ in path) for path in self.labels_above()]
 
 

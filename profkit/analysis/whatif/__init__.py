@@ -55,7 +55,6 @@ class Program:
         return not any(claim.category == category and claim.evidence == "lifetime" for claim in self.claims)
 
     def is_role(self, role: str) -> Bools:
-        """Return which allocations the run recorded as tensors of a role (a key of `ROLES`)."""
         owners = self.memory.owners
         return self._mask(row in owners and owners[row].role == role for row in range(len(self.replay)))
 
@@ -99,7 +98,6 @@ class Program:
 
     @cached_property
     def is_optimizer_temporary(self) -> Bools:
-        """Which allocations an optimizer's step made and freed again."""
         memory = self.memory
 
         def is_one(row: int) -> bool:

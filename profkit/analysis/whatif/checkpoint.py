@@ -123,7 +123,6 @@ def _recomputed(program: Program) -> set[str]:
 
 
 def forward_ranges(program: Program) -> list[str]:
-    """Return the names of the forward passes' ranges, as they first began."""
     return list(dict.fromkeys(name for name, _, _ in _ranges(program)))
 
 

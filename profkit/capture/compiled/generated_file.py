@@ -158,7 +158,6 @@ def workspace_of(node: ast.expr) -> str:
 
 
 def is_copy(node: ast.Call) -> bool:
-    """Return whether a call copies one tensor into another by its method."""
     return isinstance(node.func, ast.Attribute) and node.func.attr == "copy_" and _dotted(node.func) != "aten.copy_"
 
 

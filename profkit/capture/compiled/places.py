@@ -89,7 +89,6 @@ class TracedGraphs:
         patch("torch._dynamo.output_graph.OutputGraph.call_user_compiler", call_first(self._note), stays=True)
 
     def current(self) -> TracedGraph | None:
-        """Return the graph that is compiled or loaded on this thread; None if Dynamo traced none."""
         from torch._guards import TracingContext
 
         context = TracingContext.try_get()
@@ -194,7 +193,6 @@ class LoadedGraph:
 
 
 def places_in(graph: LoadedGraph, opened: OpenRanges, hooks: Hooks, given: nn.Module | None) -> dict[int, LaunchPlace]:
-    """Return the place of each launch of ``graph``, which runs within what is open on this thread."""
     call = opened.call or opened.backward_call
     around = _names_around(call, hooks)
     if call is None and opened.has_range(OPTIMIZER):

@@ -118,7 +118,6 @@ class Carrier:
                 self.mark_nodes(getattr(value, field.name, None), hook, nesting - 1)
 
     def call_begins(self) -> None:
-        """An outermost call begins."""
         self._begin = self.passed = next_number()
 
     def call_ended(self) -> None:

@@ -202,14 +202,12 @@ class Hooks(RangeObserver):
 
     @_harmless
     def mark_unfinished(self) -> None:
-        """Say in the trace that the step which runs now is not whole."""
         opened = self.on_thread.ranges
         if self.is_recording and opened.has(_STEP):
             opened.open(_UNFINISHED, UNFINISHED)
             opened.close(_UNFINISHED)
 
     def stop(self) -> None:
-        """Close what is open on this thread, and open no more."""
         self.on_thread.ranges.close_all()
         self._is_started = self.is_recording = False
         if self.log.is_on:
@@ -306,7 +304,6 @@ class Hooks(RangeObserver):
         self._make_boundary(event(*what))
 
     def enter(self, opened: OpenRanges, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Call | None:
-        """Open what belongs around a call of ``module``; None: nothing does."""
         try:
             if opened.root is None and not self.is_over and running_graph() == -1:
                 return self._begin_outermost(opened, module, args, kwargs)

@@ -236,8 +236,6 @@ class Generation(threading.local):
         return PREFILL if self._calls == 1 else DECODE
 
     def install(self) -> None:
-        """Begin to watch the classes that there are, and those that are made from now on."""
-
         def made(cls: Any, /, **kwargs: Any) -> None:
             super(nn.Module, cls).__init_subclass__(**kwargs)
             self._watch(cls)

@@ -32,7 +32,6 @@ _WRAPPERS = {
 
 
 def unwrap(root: nn.Module) -> nn.Module:
-    """Return the model that the wrapper ``root`` calls, or ``root`` itself if it is not a wrapper."""
     while True:
         kind: Any = type(root)
         holder = _holder(kind)
@@ -97,7 +96,6 @@ class ModuleNames:
         self._of_wrapped: WeakKeyDictionary[nn.Module, Part] = WeakKeyDictionary()
 
     def name_root(self, root: nn.Module, name: str = ROOT) -> Part:
-        """Register ``root``, which has no name yet, as an outermost module named ``name``."""
         model = unwrap(root)
         paths = self._paths_with_range(model)
         # Of the wrapped model itself the wrapper has the range.
@@ -128,7 +126,6 @@ class ModuleNames:
         return self.parts.get(id(module)) or self._of_wrapped.get(module)
 
     def range_of(self, module: nn.Module) -> str | None:
-        """Return the name of the module's range, None if it has none."""
         part = self.part(module)
         return None if part is None else part.range
 
@@ -178,7 +175,6 @@ class Roots:
         return model if any(one() is model for one in self._roots) else None
 
     def list(self) -> list[nn.Module]:
-        """Return the models that are still there, in the order in which they were first called."""
         return [model for one in self._roots if (model := one()) is not None]
 
     def name(self, model: nn.Module, name: str) -> None:

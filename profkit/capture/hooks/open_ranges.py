@@ -114,7 +114,6 @@ class OpenRanges:
         return range_, None
 
     def end_range(self, token: Any) -> None:
-        """Close this thread's innermost range; ``token`` is what `begin_range` returned."""
         shown_to = self._shown_to
         if token is not _LOGGED:
             range_, record = token
@@ -267,7 +266,6 @@ class OpenRanges:
 
     @property
     def backward_call(self) -> Call | None:
-        """The call whose backward runs on this thread now, or None."""
         top = self._entries[-1] if self._entries else None
         return top[_CALL] if top is not None and top[_KEY] is _BACKWARD_OF_CALL else None
 

@@ -38,7 +38,6 @@ class StepsAfter:
 
     @property
     def is_on(self) -> bool:
-        """Whether the step that runs now is counted, or shows lines."""
         return self.counted.is_on or self._lines is not None
 
     def prepare(self) -> None:

@@ -73,7 +73,6 @@ class UsedOptimizers:
             self.described[describe_optimizer(optimizer)] = None
 
     def parameters(self) -> set[int]:
-        """Return the ids of the parameters of all these optimizers that are still there."""
         groups = (group for optimizer in self._known for group in optimizer.param_groups)
         return {id(parameter) for group in groups for parameter in group["params"]}
 
@@ -126,7 +125,6 @@ def _local_bytes(tensor: Tensor) -> int:
 
 
 def autocast_dtypes() -> set[str]:
-    """Return the types that autocast computes in here and now; none where it is off."""
     kinds = [kind for kind in ("cuda", "cpu") if torch.is_autocast_enabled(kind)]
     return {str(torch.get_autocast_dtype(kind)).removeprefix("torch.") for kind in kinds}
 
@@ -150,7 +148,6 @@ def read_counters() -> dict[str, int]:
 
 
 def count_compiled_graphs() -> int:
-    """Return how many graphs Dynamo has handed to a compiler in this process, without loading it."""
     dynamo = sys.modules.get("torch._dynamo.utils")
     return 0 if dynamo is None else int(dynamo.counters.get("stats", {}).get("unique_graphs", 0))
 

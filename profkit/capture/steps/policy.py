@@ -378,7 +378,6 @@ class Round:
         return bool(self._members) and self._members[-1]() is thing
 
     def happening(self) -> list[Any]:
-        """Return the things of a round, and those that have happened since the last one."""
         others = [thing for other in self._others if (thing := other()) is not None]
         members = self.members()
         return members + [thing for thing in others if all(thing is not member for member in members)]

@@ -104,7 +104,6 @@ class PhaseClock:
 
     @property
     def phase(self) -> str | None:
-        """The phase that runs now, None outside of all."""
         return self._phase if self._depth else None
 
     @property

@@ -87,7 +87,6 @@ class CompiledInstances:
         self._last: dict[int, tuple[Instance, list[tuple[str, Instance]]]] = {}
 
     def enter(self, thread: int, place: LaunchPlace, around: Instance) -> Instance:
-        """Return the innermost instance for a launch within the instance ``around``."""
         names = place.below(around.path)
         before, open_there = self._last.get(thread, (around, []))
         joined: list[tuple[str, Instance]] = []

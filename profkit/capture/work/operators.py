@@ -198,7 +198,6 @@ _OWN_FORMULAS = {
 
 
 def product_formula(func: Any) -> Any | None:
-    """Return torch's formula for an operator's matrix products; None if torch has none for it."""
     return flop_registry.get(getattr(func, "_overloadpacket", func)) or _OWN_FORMULAS.get(base_name(func))
 
 

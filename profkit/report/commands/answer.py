@@ -132,7 +132,6 @@ def _samples_of(tries: Sequence[Advice]) -> str:
 
 
 def name_place(advice: Advice) -> str:
-    """Return the line or the module of a cause, in few words; empty if it has neither."""
     if advice.line is not None:
         return name_source(advice.line)
     return advice.module or ""

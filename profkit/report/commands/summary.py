@@ -243,7 +243,6 @@ _PART = 0.005
 
 
 def describe_step(summary: Summary) -> Iterator[str]:
-    """Yield the step's time, how busy the GPU is, on which machine; then what was recorded."""
     yield from (_describe_time(step) for step in summary.steps if step.best_ns is not None)
     if summary.gpu is not None:
         yield f"GPU busy {format_share(1 - summary.gpu.idle.share)}"

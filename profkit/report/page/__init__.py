@@ -58,7 +58,6 @@ class Results:
 
     @cached_property
     def efficiency(self) -> EfficiencyResult | None:
-        """How well the GPUs were used; None without GPU work."""
         trace = self.capture.trace
         is_on_gpu = self.kernels is not None and self.kernels.measure == "gpu-kernel"
         return trace.efficiency() if trace is not None and is_on_gpu else None
@@ -158,7 +157,6 @@ def _plain(value: Any) -> str:
 
 
 def view_parts(parts: Iterable[Table | Lines | Labelled]) -> list[dict[str, Any]]:
-    """Return a document's tables and sentences as the template reads them."""
     return [{"table": view_table(part)} if isinstance(part, Table) else _view_lines(part) for part in parts]
 
 

@@ -73,7 +73,6 @@ def render_memory_page(
 
 
 def write_page(path: Path, text: str) -> None:
-    """Write a page as UTF-8."""
     # A lone surrogate, which stands for an undecodable byte of a file's name, cannot be encoded.
     write_whole(path, text.encode("utf-8", "replace"))
 

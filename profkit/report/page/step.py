@@ -105,7 +105,6 @@ class StepSlices:
 
     @property
     def merged(self) -> int:
-        """Return how many slices were merged into others."""
         return sum(int((lane.count - 1).sum()) for lane in self.lanes)
 
 
