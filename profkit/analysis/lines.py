@@ -187,7 +187,7 @@ def find_lines(run: Run, rank: int = 0) -> LinesResult:
             "of a script that makes steps after the recorded ones"
         )
     looked, unprofiled = (
-        _times_of(samples)
+        samples_by_phase(samples, next(iter(samples.contexts), None))
         for samples in (Samples(found.steps.steps), settle_waits(run.manifest.of_rank(rank)) or Samples())
     )
     usual = leave_out_rare_steps(found)
@@ -336,10 +336,6 @@ def _row(line: LineTime, scale: Mapping[str | None, float]) -> LineTime:
 
 def _scaled(time_ns: int, line: LineTime, scale: Mapping[str | None, float]) -> int:
     return time_ns if line.thread == "worker" else round(time_ns * scale.get(line.phase, scale.get(STEP, 1.0)))
-
-
-def _times_of(samples: Samples) -> dict[str, PhaseSamples]:
-    return samples_by_phase(samples, next(iter(samples.contexts), None))
 
 
 def _mean_ns(times: PhaseSamples) -> float:

@@ -143,7 +143,7 @@ def without_copies(name: str, choose: Choose) -> StepChange:
     def apply(columns: StepColumns, setting: Setting) -> StepColumns:
         calls = choose(setting.step)
         after = [call + 1 for call in calls if call + 1 < len(columns.kind) and columns.kind[call + 1] == WAIT]
-        rows = [row for call in calls for row in range(*columns.launches[call])]
+        rows = columns.rows_of(calls)
         columns = stop_waiting(columns, after, setting.constants)
         kinds = [LAUNCH if call in calls else kind for call, kind in enumerate(columns.kind)]
         return drop_operations(drop_calls(replace(columns, kind=kinds), calls), rows)
@@ -231,8 +231,8 @@ def merge_groups(name: str, left: By, moved_bytes: int | None) -> StepChange:
     """
 
     def apply(columns: StepColumns, setting: Setting) -> StepColumns:
-        calls = [call for call in setting.calls_in({OPTIMIZER}) if columns.kind[call] in (HOST, LAUNCH)]
-        durations = [columns.duration_ns[row] for call in calls for row in range(*columns.launches[call])]
+        calls = setting.calls_of_optimizer(columns)
+        durations = [columns.duration_ns[row] for row in columns.rows_of(calls)]
         is_known = moved_bytes and setting.facts.bytes_per_s
         time_ns = fused_time(moved_bytes, setting) if is_known else foreach_time(durations, setting.world)
         return merge_launches(columns, calls, round(1 / left[setting.world]), min(time_ns, sum(durations)))
@@ -247,8 +247,8 @@ def compile_optimizer(moved_bytes: int) -> StepChange:
     """
 
     def apply(columns: StepColumns, setting: Setting) -> StepColumns:
-        calls = [call for call in setting.calls_in({OPTIMIZER}) if columns.kind[call] in (HOST, LAUNCH)]
-        now_ns = sum(columns.duration_ns[row] for call in calls for row in range(*columns.launches[call]))
+        calls = setting.calls_of_optimizer(columns)
+        now_ns = sum(columns.duration_ns[row] for row in columns.rows_of(calls))
         rate = setting.facts.bytes_per_s
         least_ns = min(now_ns, fused_time(moved_bytes, setting)) if rate else 0
         time_ns = {"least": least_ns, "expected": (least_ns + now_ns) // 2, "most": now_ns}[setting.world]

@@ -416,7 +416,7 @@ class Evidence:
         for at in ranges:
             inside = (starts_ns >= trace.ranges.start_ns[at]) & (starts_ns < trace.ranges.end_ns[at])
             calls = np.flatnonzero(inside & (threads == trace.ranges.thread[at])).tolist()
-            found.append([row for call in calls for row in range(*columns.launches[call])])
+            found.append(columns.rows_of(calls))
         return [rows for rows in found if rows]
 
     @cached_property

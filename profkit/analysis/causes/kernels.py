@@ -176,7 +176,9 @@ def _left_out_of_autocast(evidence: Evidence) -> Iterator[Cause]:
 
 def _find_modules_in_fp32(evidence: Evidence, products: Sequence[Operation]) -> set[str]:
     """Return the modules nearly all of whose own products run in fp32, if they are no small part of all of those."""
-    skipped = _attention_modules(evidence) | {one.module for one in evidence.kernels if _is_of_recurrent(one)}
+    skipped = _attention_modules(evidence) | {
+        one.module for one in evidence.kernels if is_recurrent(one.name) or _CELL.search(one.name)
+    }
     times, in_fp32 = Counter[str](), Counter[str]()
     for one in products:
         if one.module is not None and one.module not in skipped:
@@ -188,10 +190,6 @@ def _find_modules_in_fp32(evidence: Evidence, products: Sequence[Operation]) -> 
 
 def _is_in_fp32(operation: Operation) -> bool:
     return product_dtype(operation.name) is not None or _FP32_ATTENTION.search(operation.name) is not None
-
-
-def _is_of_recurrent(operation: Operation) -> bool:
-    return is_recurrent(operation.name) or _CELL.search(operation.name) is not None
 
 
 def _double_precision(evidence: Evidence) -> Iterator[Cause]:

@@ -49,7 +49,7 @@ def _loops_of_cells(evidence: Evidence) -> Iterator[Cause]:
     if step is None or evidence.is_debugged:
         return
     forward = [one for one in evidence.kernels if one.phase == FORWARD]
-    modules = dict.fromkeys(one.module for one in forward if one.module and _is_of_cell(one))
+    modules = dict.fromkeys(one.module for one in forward if one.module and (_is_cell(one) or _is_tanh(one)))
     for module in modules:
         own = [one for one in forward if _is_within(one.module, module)]
         kind, count = _find_cells(own)
@@ -103,10 +103,6 @@ def _find_period(names: Sequence[str]) -> int:
 
 def _is_within(module: str | None, outer: str) -> bool:
     return module is not None and (module == outer or module.startswith(f"{outer}."))
-
-
-def _is_of_cell(operation: Operation) -> bool:
-    return _is_cell(operation) or _is_tanh(operation)
 
 
 def _is_cell(operation: Operation) -> bool:

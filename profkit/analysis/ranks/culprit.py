@@ -6,10 +6,8 @@ communication that nothing hid. The rank that did more by itself waited less: th
 it costs, and the parts of the difference are the cause. A light record knows no such parts: there a rank's phases, on
 the host and on the GPU, are compared, and it is late by the longest wait of each step.
 
-Waits remember: a host that was once slow stays behind one that its GPU does not hold up, and that one's GPU waits in
-every step, though both hosts now take the same time. So a step costs what the others waited for the rank, as far as it
-did something longer than they in that step (`profkit.analysis.ranks.costs`). A rank is named if that is clearly
-more than chance (`profkit.analysis.ranks.costs`): as a rule, or in some steps only, as one that saves or logs.
+A rank is named if what it costs (`profkit.analysis.ranks.costs`) is clearly more than chance: as a rule, or in some
+steps only, as one that saves or logs.
 """
 
 from __future__ import annotations

@@ -97,6 +97,13 @@ class StepColumns:
         """Return those of some calls in which the host waits for the GPU, or until it has copied pageable memory."""
         return [call for call in calls if self.kind[call] in (WAIT, COPY)]
 
+    def launching(self, calls: Iterable[int]) -> list[int]:
+        return [call for call in calls if range(*self.launches[call])]
+
+    def rows_of(self, calls: Iterable[int]) -> list[int]:
+        """Return the operations that some calls launch."""
+        return [row for call in calls for row in range(*self.launches[call])]
+
 
 @dataclass(frozen=True, eq=False)
 class _Operations:

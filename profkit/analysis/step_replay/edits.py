@@ -79,6 +79,10 @@ class Setting:
     def calls_in(self, phases: Collection[str]) -> list[int]:
         return self.step.calls_in(phases)
 
+    def calls_of_optimizer(self, columns: StepColumns) -> list[int]:
+        """Return the calls of its phase that neither wait nor copy."""
+        return [call for call in self.calls_in({OPTIMIZER}) if columns.kind[call] in (HOST, LAUNCH)]
+
     @property
     def training_phases(self) -> set[str]:
         return set(self.step.phase) - {OUTSIDE, DATA}
@@ -140,7 +144,7 @@ def launch_as_graph(columns: StepColumns, setting: Setting) -> StepColumns:
     calls = range(inside[0], inside[-1] + 1)
     if columns.waits_among(calls):
         raise CannotPredictError("the host waits for the GPU, or copies pageable memory, within what would be captured")
-    nodes = sum(last - first for first, last in (columns.launches[call] for call in calls))
+    nodes = len(columns.rows_of(calls))
     columns = drop_calls(columns, calls[1:])
     own = list(columns.own_ns)
     own[calls[0]] = setting.constants.launch_ns + _GRAPH_NODE_NS[setting.world] * nodes
@@ -150,9 +154,8 @@ def launch_as_graph(columns: StepColumns, setting: Setting) -> StepColumns:
 def join_in_graph(columns: StepColumns, calls: Iterable[int], world: World) -> StepColumns:
     """Return the step in which what some calls launch follows one another as in a CUDA graph."""
     between = list(columns.between_ns)
-    for call in calls:
-        for row in range(*columns.launches[call]):
-            between[row] = min(between[row], _NODE_GAP_NS[world])
+    for row in columns.rows_of(calls):
+        between[row] = min(between[row], _NODE_GAP_NS[world])
     return replace(columns, between_ns=between)
 
 
@@ -161,9 +164,9 @@ def change_optimizer(columns: StepColumns, setting: Setting) -> StepColumns:
     kind = setting.argument.removeprefix("adamw-")
     if kind not in ("fused", "foreach"):
         raise CannotPredictError("what another optimizer would do to the time is not known")
-    calls = [call for call in setting.calls_in({OPTIMIZER}) if columns.kind[call] in (HOST, LAUNCH)]
-    launches = [call for call in calls if columns.launches[call][0] < columns.launches[call][1]]
-    rows = [row for call in launches for row in range(*columns.launches[call])]
+    calls = setting.calls_of_optimizer(columns)
+    launches = columns.launching(calls)
+    rows = columns.rows_of(launches)
     names = [setting.name(columns, row) for row in rows]
     is_foreach = any("multi_tensor_apply" in name for name in names)
     if not launches or any("Fused" in name for name in names) or (is_foreach and kind == "foreach"):
@@ -181,12 +184,11 @@ def change_optimizer(columns: StepColumns, setting: Setting) -> StepColumns:
 
 def merge_launches(columns: StepColumns, calls: Sequence[int], merged: int, time_ns: int) -> StepColumns:
     """Return the step in which one of so many launches of these calls is left, and what is left takes this long."""
-    launches = [call for call in calls if columns.launches[call][0] < columns.launches[call][1]]
+    launches = columns.launching(calls)
     kept = set(launches[::merged])
-    kept_rows = [row for call in kept for row in range(*columns.launches[call])]
+    kept_rows = columns.rows_of(kept)
     columns = drop_calls(columns, [call for call in calls if call not in kept and call > launches[0]])
-    rows = [row for call in launches if call not in kept for row in range(*columns.launches[call])]
-    columns = drop_operations(columns, rows)
+    columns = drop_operations(columns, columns.rows_of(call for call in launches if call not in kept))
     return change_durations(columns, kept_rows, lambda _: time_ns // len(kept_rows))
 
 
@@ -379,12 +381,12 @@ def add_checkpoints(columns: StepColumns, setting: Setting) -> StepColumns:
         raise CannotPredictError("what checkpoints of some of the modules, or of groups, do to the time is not known")
     matching = _calls_of_modules(setting, pattern)
     forward = matching & set(setting.calls_in({FORWARD}))
-    backward = [call for call in matching & set(setting.calls_in({BACKWARD})) if range(*columns.launches[call])]
+    backward = columns.launching(matching & set(setting.calls_in({BACKWARD})))
     if not forward or not backward:
         raise CannotPredictError("no module of this name has forward and backward passes; `profkit ranges` shows names")
     if any(columns.kind[call] == WAIT for call in forward):
         raise CannotPredictError("these modules wait for the GPU in their forward passes")
-    rows = {row for call in forward for row in range(*columns.launches[call])}
+    rows = set(columns.rows_of(forward))
     again = rows if options else rows - _unsaved_ends(columns, setting, pattern, sorted(rows))
     gpu_ns = sum(columns.duration_ns[row] + max(0, columns.between_ns[row]) for row in again)
     calls = [call for call in forward if again.issuperset(range(*columns.launches[call]))]
@@ -426,7 +428,7 @@ def drop_checkpoints(columns: StepColumns, setting: Setting) -> StepColumns:
     reading = _find_calls_before(columns, matching & set(setting.calls_in({FORWARD})))
     # What else runs before a pass is the program's own: reading states takes less than all that is done with them.
     of_states_ns = sum(max(0, columns.gap_ns[call]) for call in again if module[call] is None)
-    rows = [row for call in again for row in range(*columns.launches[call])]
+    rows = columns.rows_of(again)
     columns = drop_operations(drop_calls(columns, again), rows)
     gap = list(columns.gap_ns)
     for call in reading:

@@ -248,7 +248,7 @@ def build_host_times(trace: Trace) -> dict[int, HostTime]:
     calls = trace.calls
     threads = threads_by_device(trace)
     wanted = {thread for members in threads.values() for thread in members}
-    waits = synchronising_calls(trace)
+    waits = calls_named(trace, _SYNCHRONISES)
     rows_of = rows_by_value(calls.thread)
     by_thread = {
         thread: _one_thread(calls.start_ns[rows], calls.end_ns[rows], waits[rows], _find_wakings(trace, thread, rows))
@@ -262,10 +262,6 @@ def build_host_times(trace: Trace) -> dict[int, HostTime]:
         synchronising = unite_all([part.synchronising for part in parts])
         by_device[device] = HostTime(launching, subtract(synchronising, launching))
     return by_device
-
-
-def synchronising_calls(trace: Trace) -> Bools:
-    return calls_named(trace, _SYNCHRONISES)
 
 
 def calls_named(trace: Trace, pattern: re.Pattern[str]) -> Bools:
