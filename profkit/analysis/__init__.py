@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -18,11 +18,21 @@ _MOST_ROWS = 40
 
 
 class NotebookResult:
-    """A result: a dataclass with a table. ``repr`` is one line, however many rows the table has."""
+    """A result: a dataclass with a table. ``repr`` is one line, however many rows the table has.
+
+    The table's rows, dataclasses of ``row_type``, stand in the field ``rows``; any other table `to_pandas` makes.
+    """
+
+    _table: ClassVar[tuple[str, type[DataclassInstance]]]
+
+    def __init_subclass__(cls, *, rows: str | None = None, row_type: type[DataclassInstance] | None = None) -> None:
+        if rows is not None and row_type is not None:
+            cls._table = rows, row_type
 
     def to_pandas(self) -> pd.DataFrame:
         """Return the result's table."""
-        raise NotImplementedError
+        rows, row_type = self._table
+        return table_of(getattr(self, rows), row_type)
 
     def __repr__(self) -> str:
         """Return the plain values, and of each list how long it is; unknown values are left out."""

@@ -14,7 +14,7 @@ from itertools import pairwise
 from statistics import median
 from typing import Any
 
-from profkit.analysis import NotebookResult, table_of
+from profkit.analysis import NotebookResult
 from profkit.analysis.time_account.step_times import (
     PhaseSamples,
     mark_rare_steps,
@@ -47,7 +47,7 @@ _STRAY = 1
 
 
 @dataclass(frozen=True, repr=False)
-class LinesResult(NotebookResult):
+class LinesResult(NotebookResult, rows="lines", row_type=LineTime):
     """The lines of one rank, the longest first: times are scaled to an unprofiled step.
 
     ``callers`` are those of their lines that had called others: their times are the others', and no part of the sum.
@@ -88,9 +88,6 @@ class LinesResult(NotebookResult):
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
-
-    def to_pandas(self) -> Any:
-        return table_of(self.lines, LineTime)
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from profkit.analysis import NotebookResult, table_of
+from profkit.analysis import NotebookResult
 from profkit.analysis.kernels import OTHER, categorize
 from profkit.analysis.placing.attribution import Attribution, mark_members
 from profkit.analysis.time_account.gpu_time import calls_named
@@ -26,8 +26,6 @@ from profkit.names import BACKWARD, DATA, FORWARD, STEP, phase_of
 from profkit.trace.columns import Bools, Ints, Trace, distinct_values, rows_by_value
 
 if TYPE_CHECKING:
-    import pandas as pd
-
     from profkit.run.manifest import Manifest
 
 # Every capture between cudaProfilerStart and cudaProfilerStop says this, whole ones too.
@@ -85,15 +83,12 @@ UNKNOWN_RUN = KnownRun(steps=None, layers=None, even=False)
 
 
 @dataclass(frozen=True, repr=False)
-class SelfCheck(NotebookResult):
+class SelfCheck(NotebookResult, rows="findings", row_type=Finding):
     findings: tuple[Finding, ...]
 
     @property
     def failed(self) -> bool:
         return any(finding.verdict == "failed" for finding in self.findings)
-
-    def to_pandas(self) -> pd.DataFrame:
-        return table_of(self.findings, Finding)
 
     def of(self, verdict: Verdict) -> list[Finding]:
         return [finding for finding in self.findings if finding.verdict == verdict]

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from profkit.analysis import NotebookResult, table_of
+from profkit.analysis import NotebookResult
 from profkit.analysis.compare import StepSamples, has_measured_steps, sample_steps
 from profkit.analysis.compare.comparison import CaptureComparison, CleanChange, compare_captures, reduce_capture
 from profkit.analysis.compare.kernel_changes import Change
@@ -26,8 +26,6 @@ from profkit.errors import RunError, TraceError, UsageError
 from profkit.trace.columns import distinct_values
 
 if TYPE_CHECKING:
-    import pandas as pd
-
     from profkit.analysis.ranks.comparison import RanksResult
 Unit = Literal["ns", "bytes", "share"]
 
@@ -80,16 +78,13 @@ _Kind = Literal["category", "range"]
 
 
 @dataclass(frozen=True, repr=False)
-class BudgetCheck(NotebookResult):
+class BudgetCheck(NotebookResult, rows="lines", row_type=BudgetLine):
     run: str
     lines: tuple[BudgetLine, ...]
 
     @property
     def held(self) -> bool:
         return all(line.held for line in self.lines)
-
-    def to_pandas(self) -> pd.DataFrame:
-        return table_of(self.lines, BudgetLine)
 
     def to_dict(self) -> dict[str, Any]:
         return {"run": self.run, "held": self.held, "lines": [asdict(line) for line in self.lines]}

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from profkit.analysis import NotebookResult, table_of
+from profkit.analysis import NotebookResult
 from profkit.analysis.intervals import BusyTime
 from profkit.analysis.kernels import categorize
 from profkit.analysis.placing.attribution import (
@@ -26,8 +26,6 @@ from profkit.errors import Finding, TraceError, UsageError
 from profkit.trace.columns import Bools, Copies, Ints, Measure, Trace, distinct_values
 
 if TYPE_CHECKING:
-    import pandas as pd
-
     from profkit.analysis.kernels.compiled_code import KernelSource, SharedKernels
     from profkit.run.compiled_code import CompiledGraph
 
@@ -89,7 +87,7 @@ class CopyTotals:
 
 
 @dataclass(frozen=True, repr=False)
-class KernelsResult(NotebookResult):
+class KernelsResult(NotebookResult, rows="kernels", row_type=KernelRow):
     """The share table with its books: plain data, the JSON of ``profkit kernels --format json`` field for field.
 
     ``filters`` is what was asked for: with one of them set, the table holds a part of the capture or range.
@@ -139,10 +137,6 @@ class KernelsResult(NotebookResult):
             if data[name] is None:
                 del data[name]
         return data
-
-    def to_pandas(self) -> pd.DataFrame:
-        """Return the share table as a DataFrame, one row a kernel (or category, or range), sorted by total time."""
-        return table_of(self.kernels, KernelRow)
 
 
 def summarize_kernels(

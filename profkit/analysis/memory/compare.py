@@ -14,17 +14,14 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from profkit.analysis import NotebookResult, table_of
+from profkit.analysis import NotebookResult
 from profkit.analysis.memory import read_metadata
 from profkit.analysis.memory.categories import Named
 from profkit.analysis.memory.device import DeviceMemory
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 KINDS = ("new", "gone", "larger", "smaller", "longer-lived", "shorter-lived", "moved peak", "padding", "same")
 
@@ -47,7 +44,7 @@ class Part:
 
 
 @dataclass(frozen=True, repr=False)
-class Comparison(NotebookResult):
+class Comparison(NotebookResult, rows="parts", row_type=Part):
     """Two peaks and what makes the difference; ``parts``, the largest first, sum to ``difference_bytes``."""
 
     before: str
@@ -68,10 +65,6 @@ class Comparison(NotebookResult):
             sums[part.kind] += part.bytes
         present = {part.kind for part in self.parts}
         return {kind: size for kind, size in sums.items() if kind in present}
-
-    def to_pandas(self) -> pd.DataFrame:
-        """Return one row per part; their bytes sum to the difference."""
-        return table_of(self.parts, Part)
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self) | {"difference_bytes": self.difference_bytes, "by_kind": self.by_kind}

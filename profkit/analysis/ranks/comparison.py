@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from profkit.analysis import NotebookResult, table_of
+from profkit.analysis import NotebookResult
 from profkit.analysis.opened import OpenedTrace
 from profkit.analysis.ranks.culprit import NOT_COMPARED, Verdict, find_culprit
 from profkit.analysis.ranks.groups import GroupRow, Pipeline, find_pipelines, sum_groups
@@ -21,9 +20,6 @@ from profkit.files import collector_off
 from profkit.run.directory import Run
 from profkit.run.light_columns import UNKNOWN
 from profkit.trace.columns import Ints
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 MOST_RANKS = 2**17
 """No job has as many ranks."""
@@ -56,7 +52,7 @@ class RankSummary:
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class RanksResult(NotebookResult):
+class RanksResult(NotebookResult, rows="ranks", row_type=RankSummary):
     """What the ranks of a run show together; times of ``ranks`` are per step, those of ``groups`` are sums.
 
     ``lost`` are the ranks of which nothing can be read, each with the reason.
@@ -82,9 +78,6 @@ class RanksResult(NotebookResult):
     """The ranks whose record holds fewer steps than the median rank's, and how many."""
     recorded_step_ns: int | None = None
     """What a recorded step takes by the time account; None where no rank left a trace with steps."""
-
-    def to_pandas(self) -> pd.DataFrame:
-        return table_of(self.ranks, RankSummary)
 
     @property
     def step_ns(self) -> int:

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from profkit.analysis import NotebookResult, table_of
+from profkit.analysis import NotebookResult
 from profkit.analysis.intervals import BusyTime
 from profkit.analysis.placing.attribution import Attribution, mark_members, warn_of_placement
 from profkit.analysis.time_account.steps import measured_ranges
@@ -22,9 +22,6 @@ from profkit.errors import Finding, TraceError
 from profkit.names import STEP, kind_of
 from profkit.trace.columns import Ints, empty_ints, rows_by_value
 from profkit.trace.nesting import NO_RANGE
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 _PLACES_AT_A_TIME = 2**22
 _MOST_PATH_CHARACTERS = 2**25
@@ -192,7 +189,7 @@ class RangeRow:
 
 
 @dataclass(frozen=True, repr=False)
-class RangesResult(NotebookResult):
+class RangesResult(NotebookResult, rows="ranges", row_type=RangeRow):
     """The tree, depth first, siblings by their first start; ``total_ns`` is all kernel time of the capture.
 
     ``rank`` is the one that was asked for, if any. ``steps`` is in how many measured steps all ranges lie, None if some
@@ -209,9 +206,6 @@ class RangesResult(NotebookResult):
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
-
-    def to_pandas(self) -> pd.DataFrame:
-        return table_of(self.ranges, RangeRow)
 
 
 def summarize_ranges(attribution: Attribution, *, numbered: bool = True) -> RangesResult:

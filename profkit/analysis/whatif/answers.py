@@ -12,21 +12,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from profkit.allocator import format_settings, list_variants, parse_settings, round_sizes, segment_size_bytes
 from profkit.allocator.requests import Requests, requests_of
 from profkit.allocator.simulate import Identity, Range, Simulation, check_identity, predict
-from profkit.analysis import NotebookResult, table_of
+from profkit.analysis import NotebookResult
 from profkit.analysis.memory import find_capacity
 from profkit.analysis.memory.device import DeviceMemory
 from profkit.analysis.whatif import Program
 from profkit.analysis.whatif.apply import Cost, EditedPeak, Rung, apply_edits, find_fitting, take_apart
 from profkit.errors import SnapshotError, UsageError
 from profkit.snapshot.columns import Settings
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 _LARGEST_REQUEST_BYTES = 2**46
 _MARGIN, _RESERVED_MARGIN = 0.01, 0.1
@@ -62,7 +59,7 @@ lacked memory; or it is the memory of the recorded GPU."""
 
 
 @dataclass(frozen=True, repr=False)
-class WhatIf(NotebookResult):
+class WhatIf(NotebookResult, rows="cases", row_type=Case):
     """What ``profkit whatif`` shows: today's case first."""
 
     snapshot: str
@@ -77,9 +74,6 @@ class WhatIf(NotebookResult):
     """What the edited program's peak is made of."""
     search: bool | None = None
     """Of a search for edits that fit, whether it found some that surely do; else None."""
-
-    def to_pandas(self) -> pd.DataFrame:
-        return table_of(self.cases, Case)
 
 
 def what_if(
