@@ -126,10 +126,7 @@ def kind_of(name: str) -> str:
 
 
 def name_shared(modules: Iterable[str]) -> str:
-    """Return the name of the line that modules share: each once, in alphabetical order, numbers by their size.
-
-    The order in which a kernel computes for them says nothing, so the same modules always share the same line.
-    """
+    """Return the name of the line that modules share: each once, in alphabetical order, numbers by their size."""
     return SHARED + " + ".join(sorted(set(modules), key=_alphabetical))
 
 

@@ -94,10 +94,7 @@ def spread(first: Ints, last: Ints) -> tuple[Ints, Ints]:
 
 
 def union_ns(group: Ints, start_ns: Ints, end_ns: Ints) -> tuple[Ints, Ints]:
-    """Return the groups and, for each, the time in which at least one of its intervals was open.
-
-    A group is any integer: a device, or a device within a range.
-    """
+    """Return the groups and, for each, the time in which at least one of its intervals was open."""
     if not len(group):
         return group, group
     group, start, end = disjoint_pieces(group, start_ns, end_ns)

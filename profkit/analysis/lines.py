@@ -255,10 +255,7 @@ def _drop_none(lines: Iterable[LineTime | None]) -> tuple[LineTime, ...]:
 
 
 def _added_by_rare_steps(steps: Sequence[Mapping[str, int]]) -> dict[str | None, float]:
-    """Return by how much rare steps make the mean of each phase longer; that of time outside of phases has no name.
-
-    It is the time of the host, as the lines' is.
-    """
+    """Return by how much rare steps make the mean of each phase longer; that of time outside of phases has no name."""
     looked = samples_on_host(steps)
     added = {
         phase: max(float(times.total_ns.sum()) / len(steps) - _mean_ns(times), 0.0) for phase, times in looked.items()
@@ -285,10 +282,7 @@ def _share_added(lines: Sequence[LineTime], added_ns: float, spread: float) -> d
 
 
 def _take(line: LineTime, rare_ns: float, spread: float) -> LineTime | None:
-    """Return a line without its time in rare steps, which made its error larger; None if it has hardly any other.
-
-    Its error is no smaller than that of as few samples.
-    """
+    """Return a line without its time in rare steps, which made its error larger; None if it has hardly any other."""
     if not rare_ns:
         return line
     if rare_ns >= _OF_ERROR * line.time_ns:

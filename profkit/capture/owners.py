@@ -51,10 +51,7 @@ def read_saved(roots: Any, note: Callable[[Tensor], None]) -> int:
 
 
 def tensors_at_hand() -> list[Tensor]:
-    """Return the tensors with a graph in the variables of this thread's running functions, the innermost first.
-
-    In the middle of a forward pass they lead to what it has saved so far.
-    """
+    """Return the tensors with a graph in the variables of this thread's running functions, the innermost first."""
     tensors: list[Tensor] = []
     for value in variables_at_hand():
         parts = value if type(value) in (tuple, list) else (value,)
@@ -180,10 +177,7 @@ _FIGURES = ("allocated_bytes", "requested_bytes", "reserved_bytes")
 
 
 class OwnerLedger:
-    """Writes ``ledger.jsonl`` line by line, each whole when it is written.
-
-    Nothing here allocates memory on the GPU or holds on to a tensor: addresses and sizes are read and written down.
-    """
+    """Writes ``ledger.jsonl`` line by line, each whole when it is written."""
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("x", encoding="utf-8", buffering=1)

@@ -136,10 +136,7 @@ def restore(*targets: str) -> None:
 
 
 def restore_all() -> None:
-    """Put back also what otherwise stays: the program goes on without profkit.
-
-    Dynamo compiles anew what it compiled meanwhile.
-    """
+    """Put back also what otherwise stays: the program goes on without profkit."""
     restore()
     for target in list(_staying):
         _put_back(_staying.pop(target))

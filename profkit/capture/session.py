@@ -86,10 +86,7 @@ def attach() -> None:
 
 
 class Session:
-    """Starts and stops the recording where steps begin and end, and leaves what it knows for the launcher.
-
-    It calls ``done`` at the end of each step after which it has nothing more to do.
-    """
+    """Starts and stops the recording where steps begin and end, and leaves what it knows for the launcher."""
 
     def __init__(self, order: Order, done: Callable[[], None] = lambda: None) -> None:
         self.order = order

@@ -86,10 +86,7 @@ def _plain(name: str) -> str:
 
 
 def begin_manifest(target: Target, nsys: Nsys | None, command: list[str], secret_names: Iterable[str]) -> Manifest:
-    """Return the manifest of a run that is about to begin; its status is ``incomplete``.
-
-    Values of options whose names match ``secret_names`` are left out of the command lines.
-    """
+    """Return the manifest of a run that is about to begin; its status is ``incomplete``."""
     names = (*SECRET_NAMES, *secret_names)
     argv = redact(target.argv, names)
     records_trace = target.passes[-1].order.recorder not in ("memory", "oom")

@@ -140,10 +140,7 @@ def forward_flops(preset: Preset, batch: int, context: int) -> int:
 
 
 def backward_flops(preset: Preset, batch: int, context: int) -> int:
-    """Return the FLOPs of one backward pass: every product ``C = A B`` needs ``dA = dC Bᵀ`` and ``dB = Aᵀ dC``.
-
-    Both are always wanted here: the first layer's input is the embedding, which is trained.
-    """
+    """Return the FLOPs of one backward pass: every product ``C = A B`` needs ``dA = dC Bᵀ`` and ``dB = Aᵀ dC``."""
     return 2 * forward_flops(preset, batch, context)
 
 

@@ -136,10 +136,7 @@ class Run:
 
     @property
     def traces(self) -> list[Path]:
-        """Return the traces, the preferred one first: the nsys exports, the nsys reports, then torch.profiler's.
-
-        Of one kind the first rank's comes first.
-        """
+        """Return the traces, the preferred one first: the nsys exports, the nsys reports, then torch.profiler's."""
         matches = [(path, _RANK_TRACE.fullmatch(path.name)) for path in self.path.iterdir()]
         ranked = [(_KINDS.index(match[2]), int(match[1] or 0), path) for path, match in matches if match]
         return [path for _, _, path in sorted(ranked)]

@@ -253,10 +253,7 @@ def _kind_of(event: Event) -> RowKind | None:
 
 
 def _kept(event: Event, same: dict[str | int, str | int]) -> Event:
-    """Return what is asked of an event later; equal names, processes and threads become one object.
-
-    If it has ``args``, they are an object.
-    """
+    """Return what is asked of an event later; equal names, processes and threads become one object."""
     if len(event) > _FEW_KEYS:
         event = {key: event[key] for key in _KEYS if key in event}
     for key in _REPEATED:

@@ -1,7 +1,4 @@
-"""Changes of a step that remove a cause and that no edit of the command line names.
-
-As edits do, each answers in three worlds what it leaves open.
-"""
+"""Changes of a step that remove a cause and that no edit of the command line names."""
 
 from __future__ import annotations
 

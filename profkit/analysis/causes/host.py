@@ -155,10 +155,7 @@ def _group_lines(evidence: Evidence) -> Iterator[Sequence[LineTime]]:
 
 
 def _pauses(evidence: Evidence) -> dict[str, int]:
-    """Return phase → how long Python ran in pauses of over `LONGEST_PAUSE_NS`: the least of the recorded steps.
-
-    What garbage collection and compiling take of them have rows of their own.
-    """
+    """Return phase → how long Python ran in pauses of over `LONGEST_PAUSE_NS`: the least of the recorded steps."""
     steps = () if evidence.replay is None else evidence.replay.steps
     of_steps = [_pauses_of(evidence, step) for step in steps]
     phases = set().union(*of_steps)

@@ -168,10 +168,7 @@ def _reads_tensors(evidence: Evidence, line: LineTime) -> bool:
 
 
 def _read_at_once(evidence: Evidence, line: LineTime, *, of_tensors: bool) -> list[StepChange]:
-    """Return the changes that compute a loop's values with one kernel, and wait for all of them at its last copy.
-
-    Tensors stay on the GPU, and nothing waits for them.
-    """
+    """Return the changes that compute a loop's values with one kernel, and wait for all of them at its last copy."""
     name, share = f"read-at-once:{line.file}:{line.line}", _STAYING if of_tensors else _READ_AT_ONCE
 
     def find(step: ReplayedStep) -> list[tuple[Operation, ...]]:
@@ -430,10 +427,7 @@ def _find_module(preparing: Sequence[LimitPart]) -> str | None:
 
 
 def _can_be_captured(evidence: Evidence) -> bool:
-    """Return whether all recorded steps run the same kernels, and one thread launches those of the forward pass.
-
-    Recurrent layers stay out of graphs.
-    """
+    """Return whether all recorded steps run the same kernels, and one thread launches those of the forward pass."""
     steps = () if evidence.replay is None else evidence.replay.steps
     kernels = {
         tuple(sorted(one.name for one in evidence.operations(step) if one.phase in COMPILED_PHASES)) for step in steps

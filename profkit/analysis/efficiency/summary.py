@@ -368,10 +368,7 @@ def _find_waited_for(parts: dict[int, GpuParts], node: Ints, windows: Windows, w
 
 
 def count_launches(attribution: Attribution, nodes: RangeNodes, members: Ints) -> tuple[Ints, Ints, Ints]:
-    """Return for each node its launching calls, its kernel time without communication, and that of `MOVERS`.
-
-    The kernels of a CUDA graph share one launch.
-    """
+    """Return for each node its launching calls, its kernel time without communication, and that of `MOVERS`."""
     work = attribution.trace.work
     order = np.lexsort((work.launch_ns, work.launch_thread))
     same = (np.diff(work.launch_ns[order]) == 0) & (np.diff(work.launch_thread[order]) == 0)

@@ -307,10 +307,7 @@ def _lay_out(graph: CapturedGraph) -> _Layout:
 
 
 def _number_chains(trace: Trace, replays: Ints, layouts: Mapping[int, _Layout]) -> Trace:
-    """Return the trace with the numbers of nodes where it has none and each node waited for the one before it.
-
-    torch.profiler does not say which node of a graph a kernel is.
-    """
+    """Return the trace with the numbers of nodes where it has none and each node waited for the one before it."""
     tables: tuple[Work | Copies, ...] = (trace.work, trace.copies)
     if any((_nodes(rows) >= 0).any() for rows in tables):
         return trace

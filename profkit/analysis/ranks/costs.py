@@ -240,10 +240,7 @@ def chance_of_stalls(count: int, of_all: int, rank_count: int, share: float) -> 
 
 
 def find_suspects(cost: Cost) -> list[tuple[int, Cause, Floats]]:
-    """Return who typically costs the others enough to be called late, why, and how much in each step, most first.
-
-    In a light record kernels are what a GPU did at most: what the host did comes first if it explains nearly as much.
-    """
+    """Return who typically costs the others enough to be called late, why, and how much in each step, most first."""
     suspects = []
     for cause in cost.causes:
         for rank, late_ns in enumerate(cost.of_cause(cause)):

@@ -182,10 +182,7 @@ def _kept_steps(ranks: Sequence[ReducedRank], matched: Sequence[Matched]) -> Boo
 
 
 def _lost_steps(rank: ReducedRank, matched: Sequence[Matched]) -> Bools:
-    """Return in which measured steps a rank called collectives that other ranks lost from their records.
-
-    Nobody knows how long it waited there. (A step without any collective is one without waits.)
-    """
+    """Return in which measured steps a rank called collectives that other ranks lost from their records."""
     called, matched_there = np.zeros((2, len(rank.steps)), dtype=np.bool_)
     for match in matched:
         if rank.record.rank in match.ranks:

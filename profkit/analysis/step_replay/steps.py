@@ -220,10 +220,7 @@ class StepReplay:
         return run_steadily(step, self.constants)
 
     def limits(self, lines: Sequence[LineTime] = ()) -> StepLimits:
-        """Return what limits the typical step at its unprofiled speed; nothing where nothing may be predicted.
-
-        ``lines`` are those of source behind an unprofiled step, as `profkit.analysis.lines.find_lines` returns them.
-        """
+        """Return what limits the typical step at its unprofiled speed; nothing where nothing may be predicted."""
         step = self.typical
         if step is None or self.refusal is not None:
             return StepLimits(0, self.unprofiled_ns, self.proof, self.fit, self.refusal)

@@ -63,10 +63,7 @@ def _unfinished_steps(attribution: Attribution, is_step: Bools) -> list[int]:
 
 
 def count_steps(attribution: Attribution, rows: Bools) -> int | None:
-    """Return in how many measured steps the given work ran; None if some of it ran in no measured step.
-
-    Of several processes each must have made the same number: one step of all of them is one step.
-    """
+    """Return in how many measured steps the given work ran; None if some of it ran in no measured step."""
     steps = measured_ranges(attribution).get(STEP)
     if steps is None or not rows.any():
         return None

@@ -209,10 +209,7 @@ class RangesResult(NotebookResult, rows="ranges", row_type=RangeRow):
 
 
 def summarize_ranges(attribution: Attribution, *, numbered: bool = True) -> RangesResult:
-    """Return the tree of ranges; ``numbered`` keeps ``step 0`` and ``step 1`` apart.
-
-    Else both stand under ``step *``, a kind; as a request it selects the same ranges.
-    """
+    """Return the tree of ranges; ``numbered`` keeps ``step 0`` and ``step 1`` apart."""
     trace = attribution.trace
     rows = build_rows(attribution, build_nodes(attribution, numbered=numbered), np.arange(len(trace.ranges)))
     return RangesResult(

@@ -138,10 +138,7 @@ class CodeGeneration:
         patch("torch._inductor.codegen.triton.TritonScheduling.define_kernel", wrap, stays=True)
 
     def watch_wrapper(self, _: Any) -> None:
-        """Watch ``torch._inductor.codegen.wrapper``: the call of a kernel that Inductor did not report.
-
-        Such are reductions of one input in two directions at once.
-        """
+        """Watch ``torch._inductor.codegen.wrapper``: the call of a kernel that Inductor did not report."""
 
         def note(_code: Any, kernel_name: str, *_: Any, **__: Any) -> None:
             graph = _current_graph()

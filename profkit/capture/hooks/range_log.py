@@ -38,10 +38,7 @@ Opening = Callable[[Callable[[], str]], None]
 
 
 def watch_script_ranges(opening: Opening, closing: Callable[[], None], closed: Callable[[], None]) -> None:
-    """Call these around each range of the script's, on the thread on which it opens and closes.
-
-    The ranges that profkit itself opens keep the methods of now.
-    """
+    """Call these around each range of the script's, on the thread on which it opens and closes."""
     for kind in (nvtx.annotate, record_function):
         own_kind(kind)
     closes = call_between(closing, closed)

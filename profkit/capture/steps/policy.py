@@ -76,10 +76,7 @@ class StepPolicy:
         return self._kind is None or self._kind is StepKind.WHOLE
 
     def is_compilers(self, module: nn.Module) -> bool:
-        """Return whether an outermost module that is about to be called is code that a compiler made of a function.
-
-        What it runs is part of the compiled function, forward or backward, and no call of a model.
-        """
+        """Return whether an outermost module that is about to be called is code that a compiler made of a function."""
         return isinstance(module, GraphModule) and self._variables.of_model(module) is None
 
     def name_of(self, module: nn.Module) -> str:

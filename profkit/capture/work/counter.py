@@ -77,10 +77,7 @@ class _Launch:
 
 
 class CompiledInstances:
-    """The instances of modules that stand for launches of compiled code, on each thread.
-
-    They follow from the ranges' names by the rule of a trace's reader (`analysis.placing.compiled_ranges`).
-    """
+    """The instances of modules that stand for launches of compiled code, on each thread."""
 
     def __init__(self, account: WorkAccount) -> None:
         self._account = account

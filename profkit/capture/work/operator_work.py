@@ -47,10 +47,7 @@ Buffers = dict[int, StorageWeakRef]
 
 @dataclass(frozen=True)
 class OperatorWork:
-    """What one call of an operator does; ``missing`` says what of it is not counted, None if all is.
-
-    ``dtype`` is that of its first result.
-    """
+    """What one call of an operator does; ``missing`` says what of it is not counted, None if all is."""
 
     name: str
     dtype: str

@@ -264,10 +264,7 @@ def name_part(tree: StepTree, part: StepPart) -> str:
 
 
 def describe_phases(tree: StepTree, part: StepPart, room: int | None = None) -> str:
-    """Return the phases of a part, each as a share of the step, the largest first; empty where they say nothing.
-
-    With ``room``, as many as it holds.
-    """
+    """Return the phases of a part, each as a share of the step, the largest first; empty where they say nothing."""
     if part.kind not in (Limit.PREPARING, Limit.COMPUTING):
         return ""
     shares = {phase: tree.share(time_ns) for phase, time_ns in part.phases.items() if phase}

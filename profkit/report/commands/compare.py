@@ -72,10 +72,7 @@ _INTERVAL_COLUMN = Column("interval", f"{LEVEL:.0%} interval", _INTERVAL)
 
 
 def build_compare_document(result: CaptureComparison, *, by: View | None = None, top: int | None = None) -> Document:
-    """Return the comparison, of kernel time only this view; CSV holds it, or the kernels.
-
-    A table has at most ``top`` lines, by default `TOP`, and `TOP_PARTS` of memory.
-    """
+    """Return the comparison, of kernel time only this view; CSV holds it, or the kernels."""
     parts: list[Table | Lines] = [Lines(_head(result), "head")]
     if result.clean is not None:
         parts.append(_clean_table(result.clean))

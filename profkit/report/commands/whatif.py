@@ -56,10 +56,7 @@ def build_prediction_document(result: Prediction) -> Document:
 
 
 def build_whatif_document(result: WhatIf) -> Document:
-    """Return the table of cases, today's first, and what its figures rest on.
-
-    Of several settings that change nothing people read one line; CSV and JSON hold all.
-    """
+    """Return the table of cases, today's first, and what its figures rest on."""
     today = result.cases[0]
     shown = _changed_cases(result)
     hidden = [case for case in result.cases if case not in shown]
