@@ -57,7 +57,8 @@ class LinesResult(NotebookResult, rows="lines", row_type=LineTime):
     ``unnamed_ns`` is the time a step with no line of the user's own, or with too few samples to name one, ``ahead_ns``
     that in which Python was done and the GPU was not: profkit waited for it at the step's end. ``step_ns`` is the
     unprofiled step, ``batch_ns`` what a worker takes for a batch and ``batch_cpu_ns`` what its CPUs do, None without
-    workers.
+    workers. ``of_library`` is what of a batch has no line of the user's own, if a function of a library's has most of
+    it.
     """
 
     run: str
@@ -76,6 +77,7 @@ class LinesResult(NotebookResult, rows="lines", row_type=LineTime):
     rare: tuple[LineTime, ...] = ()
     unscaled: tuple[str, ...] = ()
     is_step_scaled: bool = False
+    of_library: LineTime | None = None
 
     @property
     def worker_cpus(self) -> float | None:
@@ -95,8 +97,8 @@ class RareSteps:
     """Steps that took far longer than most of those in which lines were looked for: the typical step leaves them out.
 
     ``count`` of ``of`` steps took ``longer_ns`` longer than the typical one, on average: one in ``every``, None if that
-    is not known. ``line`` is the longest of those that ran in them alone, None if there was none; with those that stand
-    near it, it takes ``lines_ns`` of each step, on average.
+    is not known; the steps that were timed before are among them. ``line`` is the longest of those that ran in them
+    alone, None if there was none; with those that stand near it, it takes ``lines_ns`` of such a step, on average.
     """
 
     count: int
@@ -109,11 +111,13 @@ class RareSteps:
     @property
     def which(self) -> str:
         """How often they come, as the beginning of a sentence: ``one step in 24 takes``."""
-        return f"one step in {self.every} takes" if self.every else f"{self.count} of {self.of} other steps took"
+        return f"one step in {self.every} takes" if self.every else f"{self.count} of {self.of} steps took"
 
 
-def find_rare_steps(found: RunLines) -> RareSteps | None:
+def find_rare_steps(found: RunLines, timed: Sequence[Mapping[str, int]] = ()) -> RareSteps | None:
     """Return the steps of a run that are rare and long, of which the recorded ones need hold none.
+
+    How long they are, and why, show those in which lines were looked for. How many there are show the ``timed``, too.
 
     Waits for data are part of the typical step, which has their mean. The first step counts for none: looking for lines
     began in it. A line that runs in rare steps alone has the standard error that so few of so many steps give it.
@@ -138,7 +142,8 @@ def find_rare_steps(found: RunLines) -> RareSteps | None:
     every = apart.pop() if len(apart) == 1 else None
     together = [] if line is None or line.is_caller else [each for each in alone if _is_near(each, line)]
     lines_ns = sum(each.time_ns for each in together) if line is None or together else line.time_ns
-    return RareSteps(len(rare), len(times), round(longer_ns / len(rare)), every, line, lines_ns)
+    count, of = len(rare) + int(mark_rare_steps(timed).sum()), len(times) + len(timed)
+    return RareSteps(count, of, round(longer_ns / len(rare)), every, line, round(lines_ns * len(times) / len(rare)))
 
 
 def _is_near(one: LineTime, other: LineTime) -> bool:
@@ -214,7 +219,12 @@ def find_lines(run: Run, rank: int = 0) -> LinesResult:
         rare=tuple(line for line in found.lines if line.file and _is_known(line) and _identify(line) not in kept),
         unscaled=_unscaled_phases(rows, scale),
         is_step_scaled=STEP in scale,
+        of_library=next((line for line in usual.lines if _is_librarys(line)), None),
     )
+
+
+def _is_librarys(line: LineTime) -> bool:
+    return line.thread == "worker" and line.file is None and line.inside is not None and _is_known(line)
 
 
 def _unscaled_phases(lines: Iterable[LineTime], scale: Mapping[str | None, float]) -> tuple[str, ...]:

@@ -74,7 +74,8 @@ def summarize_capture(capture: OpenedCapture) -> Summary:
     found = None if capture.run is None else capture.run.lines()
     if capture.run is not None and found is not None:
         lines = choose_lines(find_lines(capture.run))
-        summary = replace(summary, lines=lines, rare_steps=find_rare_steps(found))
+        timed = () if manifest.unprofiled is None else manifest.unprofiled.steps
+        summary = replace(summary, lines=lines, rare_steps=find_rare_steps(found, timed))
     summary = replace(
         summary,
         compilations=read_run_compilations(capture.run),

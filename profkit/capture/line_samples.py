@@ -141,6 +141,15 @@ def describe(place: Place) -> Line:
     return Line(_file_or_cell(code.co_filename), line, function, called)
 
 
+@functools.cache
+def name_inside(code: int) -> str | None:
+    """Return the name of a library's function by the number of its code; None for the user's own, and profkit's."""
+    known = _codes[code]
+    if is_own(known) or _is_profkits(known.co_filename):
+        return None
+    return f"{Path(known.co_filename).stem}.{known.co_qualname.replace('.<locals>', '')}"
+
+
 def _file_or_cell(file: str) -> str:
     """Return the file; of a notebook's cell, whose file nobody knows, what stands beside the cell: ``In[3]``."""
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
@@ -195,6 +204,8 @@ class StackSampler:
         self.samples: defaultdict[Key, int] = defaultdict(int)
         self.unlocked_at: defaultdict[tuple[Key, Spot], int] = defaultdict(int)
         """Nanoseconds of all steps by where the thread stood and may have waited: no one call held Python's lock."""
+        self.inside: defaultdict[tuple[Key, int], int] = defaultdict(int)
+        """Nanoseconds by the code in which the thread stood: the line's own, or a library's."""
         self._phase = phase
         self._outermost = outermost
         self._watched: dict[int, Thread] = {}
@@ -273,6 +284,7 @@ class StackSampler:
                 key, _ = at = before
             self._step[key] = self._step.get(key, 0) + time_ns
             self._step_at[at] = self._step_at.get(at, 0) + time_ns - locked_ns
+            self.inside[key, at[1][0]] += time_ns
             self.samples[key] += 1
 
 
@@ -330,6 +342,8 @@ class Waits:
         self.counts: Counter[Key] = Counter()
         self.spots: set[Spot] = set()
         """Where they are: a line that calls a library's model does much else besides."""
+        self.inside: Counter[tuple[Key, int]] = Counter()
+        """How many of them are in which code."""
         self.unknown: str | None = None
         """Why the calls are not known; None if they are."""
         self._phase = phase
@@ -368,8 +382,10 @@ class Waits:
         self._lists.clear()
 
     def note(self, frame: FrameType) -> None:
-        self.counts[find_stack(frame), *self._phase()] += 1
-        self.spots.add(_spot_of(frame))
+        key, spot = (find_stack(frame), *self._phase()), _spot_of(frame)
+        self.counts[key] += 1
+        self.inside[key, spot[0]] += 1
+        self.spots.add(spot)
 
     def _collect(self) -> None:
         _put_first(self._lists)

@@ -16,14 +16,14 @@ import os
 import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from time import perf_counter_ns, process_time_ns, sleep
 from typing import Any
 
 from torch.utils.data._utils import fetch, worker
 
-from profkit.capture.line_samples import Key, Stack, StackSampler, Waits, describe
+from profkit.capture.line_samples import Key, Stack, StackSampler, Waits, describe, name_inside
 from profkit.files import write_whole
 from profkit.run.lines import Line, LineSteps, LineTime, RunLines, Thread, split_lines
 from profkit.run.recording import lines_flag
@@ -100,10 +100,12 @@ _Row = tuple[Line, str | None, Thread, bool]
 
 @dataclass
 class _Total:
-    """What a row took in each step, and what its line called, with the time of each."""
+    """What a row took in each step, what its line called, with the time of each, and where it took time and waited."""
 
     times: list[int]
     called: defaultdict[str, int] = field(default_factory=lambda: defaultdict(int))
+    inside: Counter[str | None] = field(default_factory=Counter)
+    waits_inside: Counter[str | None] = field(default_factory=Counter)
     samples: int = 0
     waits: int = 0
     waiting_ns: int = 0
@@ -114,6 +116,10 @@ def _merge(sampler: StackSampler, waits: Waits, steps: int) -> list[LineTime]:
     waiting: Counter[Key] = Counter()
     for (key, spot), time_ns in sampler.unlocked_at.items():
         waiting[key] += time_ns if spot in waits.spots else 0
+    for (key, code), time_ns in sampler.inside.items():
+        totals[_first_row_of(*key)].inside[name_inside(code)] += time_ns
+    for (key, code), count in waits.inside.items():
+        totals[_first_row_of(*key)].waits_inside[name_inside(code)] += count
     for key, times in sampler.times.items():
         for row, called in _rows_of(*key):
             total = totals[row]
@@ -140,6 +146,16 @@ def _rows_of(stack: Stack, phase: str | None, thread: Thread) -> Iterator[tuple[
         known.add((line.file, line.line))
 
 
+def _first_row_of(stack: Stack, phase: str | None, thread: Thread) -> _Row:
+    return next(_rows_of(stack, phase, thread))[0]
+
+
+def _name_most(counts: Counter[str | None]) -> str | None:
+    """Return what has more than half of some counts, None if nothing has."""
+    ((most, count),) = counts.most_common(1) or [(None, 0)]
+    return most if 2 * count > counts.total() else None
+
+
 def _line_time(row: _Row, total: _Total, steps: int) -> LineTime:
     mean = sum(total.times) / steps
     squares = sum((time_ns - mean) ** 2 for time_ns in total.times)
@@ -156,6 +172,7 @@ def _line_time(row: _Row, total: _Total, steps: int) -> LineTime:
         waits=total.waits / steps,
         waiting_ns=round(total.waiting_ns / steps),
         is_caller=is_caller,
+        inside=_name_most(total.waits_inside or total.inside),
     )
 
 
@@ -235,13 +252,19 @@ def _join(contents: list[dict[str, Any]]) -> OfWorkers:
         return OfWorkers()
     samples: Counter[Line] = Counter()
     times: defaultdict[Line, Counter[str | None]] = defaultdict(Counter)
+    inside: defaultdict[Line, Counter[str | None]] = defaultdict(Counter)
     for content in contents:
         for file, line, function, called, count, time_ns in content["lines"]:
             samples[Line(file, line, function)] += count
             times[Line(file, line, function)][called] += time_ns
+        for file, line, function, name, time_ns in content["inside"]:
+            inside[Line(file, line, function)][name] += time_ns
     batch_ns = sum(content["batch_ns"] for content in contents) // batches
     sampled_ns = sum(called.total() for called in times.values())
-    lines = [_of_batch(line, called, samples, sampled_ns, batch_ns) for line, called in times.items()]
+    lines = [
+        replace(_of_batch(line, called, samples, sampled_ns, batch_ns), inside=_name_most(inside[line]))
+        for line, called in times.items()
+    ]
     return OfWorkers(batches, batch_ns, sum(content["batch_cpu_ns"] for content in contents) // batches, lines)
 
 
@@ -356,10 +379,15 @@ class _Dormant:
             (*(describe(key[0][0]) if key[0] else Line(None, 0, "")), sampler.samples[key], times[0])
             for key, times in sampler.times.items()
         ]
+        inside = [
+            (*(describe(key[0][0]) if key[0] else Line(None, 0, ""))[:3], name_inside(code), time_ns)
+            for (key, code), time_ns in sampler.inside.items()
+        ]
         content = {
             "batches": self._batches,
             "batch_ns": self._batch_ns,
             "batch_cpu_ns": self._batch_cpu_ns,
             "lines": lines,
+            "inside": inside,
         }
         write_whole(self._flag.with_name(f"{self._flag.name}-done-{os.getpid()}"), json.dumps(content).encode())

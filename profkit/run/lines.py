@@ -66,6 +66,8 @@ class LineTime:
 
     ``file`` is None for time with no line of the user's own on the stack. ``phase`` is None outside of all phases.
     With ``is_caller`` it is what other lines of the user's own took, and how they waited, that this one had called.
+    ``inside`` is the library's function, behind its file's name, in which most of its waits were, or else of its time:
+    ``collate.default_collate``. None if no one has most of it.
     """
 
     file: SourceFile | None
@@ -80,6 +82,7 @@ class LineTime:
     waits: float
     waiting_ns: int = 0
     is_caller: bool = False
+    inside: FunctionName | None = None
 
     @property
     def own_ns(self) -> int:

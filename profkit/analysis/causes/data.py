@@ -36,6 +36,10 @@ _SPARE = 2.0
 """By how much workers that keep up are faster than the step: batches come unevenly, so that at 1.5 it waits."""
 _NEARLY = 2.0
 """More workers are the simpler change, as long as the step takes no more than so many times its pace with them."""
+_COLLATING = ("collate.", "fetch.")
+"""Files of torch's whose functions get samples one by one, and put them together."""
+_OF_SINGLE = 0.2
+"""What is left of that time where the dataset makes a whole batch at once."""
 _SEVERAL = 1.5
 """A worker that keeps so many CPUs busy computes with several threads."""
 
@@ -116,14 +120,18 @@ def cheapen_batches(evidence: Evidence, waited_ns: int, pace_ns: int) -> tuple[C
         return None
     room = facts.room or _MANY_WORKERS
     longest_ns = pace_ns * facts.batches_at_once(room, "expected") * (_NEARLY if room > facts.workers else 1)
-    line = _costliest_line(evidence)
-    if line is None or line.time_ns < _OF_DATASET * facts.batch_ns or facts.batch_ns <= longest_ns:
+    line, collating_ns = _costliest_line(evidence), _time_collating(evidence)
+    if line is None or facts.batch_ns <= longest_ns:
         return None
-    cause = describe_loader(evidence, waited_ns, facts.workers)
-    doing = f"{line.called} " if line.called else "it "
-    change = f"do {doing}once, or beforehand, not for every sample"
-    left_ns = facts.batch_ns - line.time_ns
-    cause = replace(cause, change=change, edit=None, costs=None)
+    if collating_ns > _MOSTLY * facts.batch_ns:
+        change = "let the dataset make whole batches (batch_size=None, or __getitems__), not single samples"
+        left_ns = facts.batch_ns - round((1 - _OF_SINGLE) * collating_ns)
+    elif line.time_ns < _OF_DATASET * facts.batch_ns:
+        return None
+    else:
+        change = f"do {line.called or 'it'} once, or beforehand, not for every sample"
+        left_ns = facts.batch_ns - line.time_ns
+    cause = replace(describe_loader(evidence, waited_ns, facts.workers), change=change, edit=None, costs=None)
     return cause, round(left_ns / facts.batches_at_once(facts.workers, "expected"))
 
 
@@ -143,8 +151,7 @@ def are_workers_restarted(evidence: Evidence) -> bool:
 def describe_restarts(evidence: Evidence) -> Cause:
     """Return the cause that workers are started anew, without what keeping them does to the step."""
     facts = evidence.facts
-    lines = [line for line in evidence.lines if line.file and line.thread == "main" and line.phase == DATA]
-    line = max(lines, key=lambda line: line.time_ns, default=None)
+    line = _find_fetching(evidence)
     return Cause(
         code="loader",
         cause=f"the DataLoader starts its workers anew for every {facts.epoch_batches} batches",
@@ -182,6 +189,8 @@ def describe_loader(evidence: Evidence, waited_ns: int, workers: int, pinned: st
     """Return the cause that a loader is too slow, without what so many workers do to the step."""
     facts, line = evidence.facts, _costliest_line(evidence)
     have = f"with {name_workers(facts.workers)} is too slow" if facts.workers else "has no workers"
+    inside = _find_inside(evidence)
+    have += f", mostly in {inside}" if inside is not None else ""
     return Cause(
         code="loader",
         cause=f"the DataLoader {have}",
@@ -195,6 +204,28 @@ def describe_loader(evidence: Evidence, waited_ns: int, workers: int, pinned: st
             "batch_ns": facts.batch_in_worker(waited_ns, "expected") or 0,
         },
     )
+
+
+def _find_inside(evidence: Evidence) -> str | None:
+    """Return the library's function that takes most of a batch in workers, None if none is known to."""
+    lines = [
+        line for line in (*evidence.lines, _find_library(evidence)) if line is not None and line.thread == "worker"
+    ]
+    longest = max(lines, key=lambda line: line.time_ns, default=None)
+    is_most = longest is not None and 2 * longest.time_ns > sum(line.time_ns for line in lines)
+    return longest.inside if longest is not None and is_most else None
+
+
+def _time_collating(evidence: Evidence) -> int:
+    """Return how long a worker takes for a batch in torch's own code, which gets samples one by one and stacks them."""
+    librarys = _find_library(evidence)
+    is_collating = librarys is not None and (librarys.inside or "").startswith(_COLLATING)
+    return librarys.time_ns if librarys is not None and is_collating else 0
+
+
+def _find_library(evidence: Evidence) -> LineTime | None:
+    lines = None if evidence.trace is None else evidence.trace.lines
+    return None if lines is None else lines.of_library
 
 
 def _costliest_line(evidence: Evidence) -> LineTime | None:
@@ -256,6 +287,7 @@ def _copies(evidence: Evidence) -> Iterator[Cause]:
     moves = [line for line in evidence.lines if line.file and line.is_move and line.thread == "main"]
     line = max(moves, key=lambda line: (line.time_ns, line.waits), default=None)
     no_wait = [f"no-wait:{line.file}:{line.line}"] if line is not None and round(line.waits) else []
+    line = line or _find_fetching(evidence)
     yield Cause(
         code="pageable-copy",
         cause="data is copied from memory that is not pinned",
@@ -267,6 +299,12 @@ def _copies(evidence: Evidence) -> Iterator[Cause]:
         costs="pinned host memory",
         evidence={"copies": len(calls), "held_ns": held_ns},
     )
+
+
+def _find_fetching(evidence: Evidence) -> LineTime | None:
+    """Return the line that asks the loader for a batch, whose own code may move it to the GPU."""
+    lines = [line for line in evidence.lines if line.file and line.thread == "main" and line.phase == DATA]
+    return max(lines, key=lambda line: line.time_ns, default=None)
 
 
 def note_crowded_cpus(evidence: Evidence) -> Iterator[str]:

@@ -126,7 +126,8 @@ def _describe_line(line: LineTime) -> str:
         return f"{line.called} draws random numbers on the CPU while the GPU waits"
     if line.method in _FACTORIES:
         return f"{line.called} makes a tensor on the CPU while the GPU waits"
-    return f"Python in {line.function}{f' ({line.called})' if line.called else ''} keeps the GPU waiting"
+    called = "" if line.called is None else f" ({line.called})" if line.inside is None else f" ({line.inside})"
+    return f"Python in {line.function}{called} keeps the GPU waiting"
 
 
 def _group_lines(evidence: Evidence) -> Iterator[Sequence[LineTime]]:
@@ -195,7 +196,7 @@ def _rare_steps(evidence: Evidence) -> Iterator[Cause]:
     every = rare.every or rare.of / rare.count
     mean_ns = evidence.now_ns + round(rare.longer_ns / every)
     # What else runs in these steps, as the rest of a rollout, stays.
-    saved_ns = min(rare.lines_ns, mean_ns - evidence.now_ns)
+    saved_ns = min(round(rare.lines_ns / every), mean_ns - evidence.now_ns)
     change = "do it less often, or beside training"
     yield Cause(
         code="python",

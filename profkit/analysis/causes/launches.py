@@ -111,7 +111,9 @@ def _waits(evidence: Evidence) -> Iterator[Cause]:
         name = "a call" if line.called is None else line.called.removeprefix("…") + "()"
         yield Cause(
             code="waits",
-            cause=f"{name} copies tensors from the GPU" if of_tensors else f"{name} waits for the GPU",
+            cause=f"{name} copies tensors from the GPU"
+            if of_tensors
+            else f"{name} waits for the GPU{_name_inside(line)}",
             detail=f", {name_times(count)}"
             + (", and the CPU computes with them" if of_tensors else " in a loop" if is_loop else ""),
             line=source_line(line),
@@ -136,6 +138,8 @@ def _stop_reading(evidence: Evidence, line: LineTime) -> tuple[str, Sequence[Ste
         edit = f"no-host:{line.file}:{line.line}"
         return "check it every 50 steps or so, or not at all", edits(edit), edit
     change = "keep the value on the GPU, and read it every 50 steps or so"
+    if _name_inside(line):
+        change = f"see what {line.inside} reads there: an argument or a setting may spare it"
     if _moves_to_gpu(evidence, line):
         change = "move what is the same in every step once, before the loop; else pin it, with non_blocking=True"
     # The waits of lines that it calls are theirs, and the edit takes them with its own.
@@ -143,6 +147,11 @@ def _stop_reading(evidence: Evidence, line: LineTime) -> tuple[str, Sequence[Ste
         return change, [drop_own_waits(line)], None
     edit = f"no-wait:{line.file}:{line.line}"
     return change, edits(edit), edit
+
+
+def _name_inside(line: LineTime) -> str:
+    is_librarys = line.inside is not None and not _waits_itself(line)
+    return f" in {line.inside}" if is_librarys else ""
 
 
 def _moves_to_gpu(evidence: Evidence, line: LineTime) -> bool:
