@@ -506,14 +506,15 @@ def test_gradients_that_no_optimizer_reads_are_counted_with_what_nobody_needs_be
     assert work.unread_gradients == (shared, *[early_table] * (not steps_table), first_block, of_head)
 
 
+@pytest.mark.parametrize("calls", [10, 2])
 @pytest.mark.parametrize("needs", ["nothing", "the last", "backward between"])
-def test_calls_of_a_module_that_need_no_other_are_found(needs: str) -> None:
+def test_calls_of_a_module_that_need_no_other_are_found(needs: str, calls: int) -> None:
     module = nn.Linear(4, 4)
     x, kept = torch.randn(10, 4), torch.zeros(10, 4)
     counter = WorkCounter()
     counter.start()
     hidden = x[0]
-    for at in range(10):
+    for at in range(calls):
         with annotate("forward"), annotate("model"), annotate("encoder 0"):
             hidden = module(hidden if needs == "the last" else x[at].relu())
             kept[at] = hidden
@@ -522,7 +523,7 @@ def test_calls_of_a_module_that_need_no_other_are_found(needs: str) -> None:
                 hidden.sum().backward()
     counter.stop()
     found = counter.content().independent_calls
-    assert found == ((IndependentCalls("model", 10),) if needs == "nothing" else ())
+    assert found == ((IndependentCalls("model", calls),) if needs == "nothing" else ())
 
 
 def test_modes_of_the_program_stay_as_it_puts_them_on_and_takes_them_off(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from profkit.analysis.causes.calls import CALLS
+from profkit.analysis.causes.chains import CHAINS
 from profkit.analysis.causes.data import DATA_ROWS
 from profkit.analysis.causes.evidence import COMPARE, DRAINED_STEP, MEAN_STEP, Cause, Evidence, Interval, SourceLine
 from profkit.analysis.causes.gradients import GRADIENTS
@@ -71,6 +72,7 @@ ROWS: tuple[Row, ...] = (
     *HOST,
     *LAUNCHES,
     *KERNELS,
+    *CHAINS,
     *RECURRENT,
     *CALLS,
     *GRADIENTS,

@@ -67,7 +67,7 @@ def _separate_calls(evidence: Evidence) -> Iterator[Cause]:
     for calls in run.work.independent_calls:
         groups = _group_alike(evidence, evidence.step, calls.module)
         times_ns = [durations[row] for group in groups for row in group]
-        if not times_ns or median(times_ns) > _SHORT_NS:
+        if not times_ns:
             continue
 
         def choose(step: ReplayedStep, module: str = calls.module) -> list[list[int]]:
@@ -76,11 +76,12 @@ def _separate_calls(evidence: Evidence) -> Iterator[Cause]:
         yield Cause(
             code="loop",
             cause=f"{calls.module} is called {calls.calls:,} times a pass, and no call needs another's result",
-            detail=f": {len(times_ns):,} short kernels",
+            detail=f": {len(times_ns):,} kernels",
             line=_find_calling_line(evidence, calls.module),
             module=calls.module,
             change="one call for all of them, on what they are given stacked together",
             changes=[fuse("one call", choose, _size_of_all)],
+            costs="a batch norm then sees all of them together",
             evidence={"calls": calls.calls, "kernels": len(times_ns), "time_ns": sum(times_ns)},
         )
 
@@ -96,7 +97,9 @@ def _group_alike(evidence: Evidence, step: ReplayedStep, module: str) -> list[li
 
 
 def _size_of_all(world: World, durations: Sequence[int]) -> float:
-    """Return how long one kernel takes that does what these do, each for another sample."""
+    """Return how long one kernel takes that does what these do, each for other samples."""
+    if max(durations) > _SHORT_NS:
+        return sum(durations)
     more_ns = sum(max(0, time_ns - SMALLEST_NS) for time_ns in durations) - max(0, max(durations) - SMALLEST_NS)
     return max(durations) + _OF_FURTHER[world] * more_ns
 

@@ -4,38 +4,30 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import pairwise, takewhile
-from statistics import median
+from collections.abc import Callable, Iterator, Sequence
+from itertools import takewhile
 
 from profkit.analysis.causes.changes import (
     NOTHING,
     By,
     Choose,
     compute_in_bf16,
-    fuse,
     remove_operations,
     scale_operations,
 )
 from profkit.analysis.causes.evidence import (
-    OF_CHAINS,
-    WORTH_COMPILING,
     Cause,
     Evidence,
     Operation,
     Place,
-    SourceLine,
     edits,
     source_line,
 )
 from profkit.analysis.kernels import product_dtype
-from profkit.analysis.step_replay.facts import World
 from profkit.analysis.step_replay.kernel_edits import is_convolution, is_recurrent
-from profkit.analysis.step_replay.limits import OUTSIDE, Limit
-from profkit.analysis.step_replay.predict import StepChange
 from profkit.analysis.step_replay.steps import ReplayedStep
-from profkit.analysis.summary import PRODUCTS, SMALL, WORTH
-from profkit.names import BACKWARD, LOSS, OPTIMIZER
+from profkit.analysis.summary import PRODUCTS, SMALL
+from profkit.names import BACKWARD, OPTIMIZER
 
 _ALIGNED: By = {"least": 0.15, "expected": 0.45, "most": 0.8}
 """What products of other sizes take of the time of misaligned ones, where their FLOPs are unknown."""
@@ -60,33 +52,7 @@ _IN_FP32: By = {"least": 0.1, "expected": 0.5, "most": 0.8}
 _FUSED_IN_HALF: By = {"least": 0.5, "expected": 0.9, "most": 1.5}
 _FUSED_IN_FP32: By = {"least": 1.2, "expected": 1.8, "most": 2.5}
 """What fused attention takes of the time of its two products: in fp32 there is no flash kernel."""
-_FUSED_CHAIN: By = {"least": 0.8, "expected": 1.2, "most": 2.2}
-_FUSED_REDUCTION: By = {"least": 1.0, "expected": 2.2, "most": 4.0}
-_ONE_HOT_LOSS = "the loss is a product with a one-hot matrix", "F.cross_entropy of the targets' numbers"
-_OF_ONE_HOT: By = {"least": 0.02, "expected": 0.15, "most": 0.5}
-"""The share of a loss with a one-hot matrix that is left without it: backward still writes the gradient's matrix."""
-_FEW, _MANY, _VERY_MANY = 4, 12, 48
-"""Small kernels of one module's call from which on they are a chain that one kernel could replace, and, if they repeat,
-a loop; so many are one whatever they take.
-"""
 _HARDLY_ANY = 0.05
-_REPEATS, _REPEATED = 3, 0.5
-"""A loop runs the same two kernels one after the other so often, for this share of all its kernels."""
-_LARGE = 0.4
-"""Kernels of a chain that take this share of its longest one handle as many numbers."""
-_MOST_CHAINS = 4
-_SHORT_NS = 10_000
-"""Kernels that are launched about as fast as they run."""
-_LAUNCH_NS = 3_000
-"""About what a launch takes: chains are looked at by what they cost the host and the GPU."""
-_TRAINING = ("backward", "step", "zero_grad", "item")
-_FOREACH = "multi_tensor_apply"
-"""A kernel that handles many tensors already."""
-
-Run = tuple[Operation, ...]
-
-ChainPlace = tuple[str | None, str]
-"""A module, or None and the phase of what runs outside of all modules."""
 
 
 def _fp32_products(evidence: Evidence) -> Iterator[Cause]:
@@ -176,7 +142,7 @@ def _left_out_of_autocast(evidence: Evidence) -> Iterator[Cause]:
 
 def _find_modules_in_fp32(evidence: Evidence, products: Sequence[Operation]) -> set[str]:
     """Return the modules nearly all of whose own products run in fp32, if they are no small part of all of those."""
-    skipped = _attention_modules(evidence) | {
+    skipped = attention_modules(evidence) | {
         one.module for one in evidence.kernels if is_recurrent(one.name) or _CELL.search(one.name)
     }
     times, in_fp32 = Counter[str](), Counter[str]()
@@ -322,7 +288,7 @@ def _is_misaligned(operation: Operation) -> bool:
 
 def _written_attention(evidence: Evidence) -> Iterator[Cause]:
     """Attention without a fused kernel: product, scale, mask, softmax and product inside one module."""
-    modules = _attention_modules(evidence)
+    modules = attention_modules(evidence)
     if not modules:
         return
 
@@ -361,7 +327,7 @@ def _is_attention(own: Sequence[Operation]) -> bool:
     return "gemm" in kinds[:at] and "gemm" in kinds[at:]
 
 
-def _attention_modules(evidence: Evidence) -> frozenset[str]:
+def attention_modules(evidence: Evidence) -> frozenset[str]:
     own: defaultdict[str, list[Operation]] = defaultdict(list)
     for one in evidence.kernels:
         if one.module is not None:
@@ -431,195 +397,6 @@ def _is_part(module: str | None, of: str) -> bool:
     return module is not None and module.startswith(f"{of}.")
 
 
-def _chains(evidence: Evidence) -> Iterator[Cause]:
-    """Small kernels one after another in one module: a norm, an activation, a loss or a loop that is written out.
-
-    Outside of all modules they may be a trainer's, and a line must say whose they are.
-    """
-    if evidence.step is None or evidence.is_debugged:
-        return
-    runs = _find_runs(evidence, evidence.step)
-    places = dict.fromkeys(_place_of(run) for run in runs if run[0].phase != BACKWARD and _is_written_out(run))
-    alike: defaultdict[tuple[str, ...], dict[ChainPlace, list[Run]]] = defaultdict(dict)
-    for place in places:
-        chain = _find_chain(evidence, evidence.step, place)
-        alike[*_kind_of_place(place, chain), *_name_alike(place)][place] = chain
-    for chains in sorted(alike.values(), key=lambda chains: -_cost(chains))[:_MOST_CHAINS]:
-        cause = _describe_chains(evidence, dict(sorted(chains.items(), key=lambda item: -_cost(dict([item])))))
-        if cause.module or cause.line or not evidence.lines or cause.code == "cross-entropy":
-            yield cause
-
-
-def _find_runs(evidence: Evidence, step: ReplayedStep) -> list[Run]:
-    skipped = _attention_modules(evidence)
-    return evidence.runs(step, lambda one: _is_link(one, skipped))
-
-
-def _find_chain(evidence: Evidence, step: ReplayedStep, place: ChainPlace) -> list[Run]:
-    """Return the runs of a step that are written out in a place, with those of its backward passes.
-
-    What backward runs outside of all modules may be anybody's, unless most of backward lies in modules.
-    """
-    knows_backward = _knows_modules_of_backward(evidence.kernels)
-    runs = [run for run in _find_runs(evidence, step) if _is_link_of(run, place)]
-    return [run for run in runs if knows_backward or run[0].module or run[0].phase != BACKWARD]
-
-
-def _is_link(operation: Operation, skipped: frozenset[str]) -> bool:
-    is_moved = operation.category == "copy" and operation.phase == BACKWARD
-    is_own = _FOREACH not in operation.name and not is_recurrent(operation.name)
-    is_small = operation.is_alone and is_own and (is_moved or operation.category in OF_CHAINS)
-    return is_small and operation.phase != OPTIMIZER and operation.module not in skipped
-
-
-def _place_of(run: Run) -> ChainPlace:
-    return run[0].module, "" if run[0].module else run[0].phase
-
-
-def _is_link_of(run: Run, place: ChainPlace) -> bool:
-    """Return whether a run is of a place; outside of all modules a few kernels are the backward pass of torch's own."""
-    module, phase = run[0].module, run[0].phase
-    if phase == BACKWARD:
-        return module == place[0] and (len(run) > 2 if module else _is_written_out(run))
-    return _place_of(run) == place and _is_written_out(run)
-
-
-def _knows_modules_of_backward(operations: Sequence[Operation]) -> bool:
-    """Return whether most of backward lies in modules: nsys sees none there where no hook opened their ranges."""
-    has_module = [one.module is not None for one in operations if one.phase == BACKWARD]
-    return 2 * sum(has_module) > len(has_module)
-
-
-def _is_written_out(run: Run) -> bool:
-    has_own = any(one.category in ("normalization", "loss", "softmax") for one in run)
-    return len(run) >= (_MANY if has_own else _FEW)
-
-
-def _kind_of_place(place: ChainPlace, runs: Sequence[Run]) -> tuple[str, str, str]:
-    in_turn = 1 if place[0] else sum(run[0].phase != BACKWARD for run in runs)
-    return _kind_of_chain(_find_longest(runs), in_turn)
-
-
-def _find_longest(runs: Sequence[Run]) -> Run:
-    return max((run for run in runs if run[0].phase != BACKWARD), key=len)
-
-
-def _name_alike(place: ChainPlace) -> tuple[str, ...]:
-    """Return what places have in common that one change mends: the end of their modules' names."""
-    module, phase = place
-    return (phase,) if module is None else ("", module.rpartition(".")[2])
-
-
-def _cost(chains: Mapping[ChainPlace, Sequence[Run]]) -> int:
-    return sum(one.duration_ns + _LAUNCH_NS for runs in chains.values() for run in runs for one in run)
-
-
-def _describe_chains(evidence: Evidence, chains: Mapping[ChainPlace, Sequence[Run]]) -> Cause:
-    (module, phase), costliest = next(iter(chains.items()))
-    code, what, change = _kind_of_place((module, phase), costliest)
-    runs = [run for chain in chains.values() for run in chain]
-    backward = " with backward" if any(run[0].phase == BACKWARD for run in runs) else ""
-    return Cause(
-        code=code,
-        cause=what,
-        detail=f": {len(_find_longest(runs))} kernels a call, {sum(map(len, runs)):,} a step{backward}",
-        line=_find_line(evidence, phase) if module is None else None,
-        module=module,
-        further_modules=[name for name, _ in chains if name is not None and name != module],
-        change=change,
-        changes=[_fuse_chain(evidence, code, place, chain) for place, chain in chains.items()],
-        worth=WORTH_COMPILING if code == "chain" else WORTH,
-        evidence={"kernels": sum(map(len, runs)), "time_ns": sum(one.duration_ns for run in runs for one in run)},
-    )
-
-
-def _fuse_chain(evidence: Evidence, code: str, place: ChainPlace, runs: Sequence[Run]) -> StepChange:
-    def choose(step: ReplayedStep) -> list[list[int]]:
-        return [[one.at for one in run] for run in _find_chain(evidence, step, place)]
-
-    longest = _find_longest(runs)
-    is_reducing = any(one.category == "reduction" for one in longest)
-    if code == "cross-entropy" and _is_one_hot(longest):
-        return fuse(code, choose, _size_of_one_hot)
-    size = _size_of_loop if code == "loop" and _are_short(longest) else _size_of_fused(is_reducing=is_reducing)
-    return fuse(code, choose, size, compiled=code == "chain")
-
-
-def _find_line(evidence: Evidence, phase: str) -> SourceLine | None:
-    limits = evidence.limits
-    paused = {} if limits is None else {(one.file, one.line): one.time_ns for one in limits.lines_of(Limit.PYTHON)}
-    own = [
-        line
-        for line in evidence.lines
-        if line.file and line.thread == "main" and (line.phase or OUTSIDE) == phase
-        if not (line.called or "").endswith(_TRAINING) and line.place not in evidence.trainer_lines
-        if line.own_ns > 2 * paused.get((line.file, line.line), 0)
-    ]
-    longest = max(own, key=lambda line: line.own_ns, default=None)
-    return None if longest is None else source_line(longest)
-
-
-def _kind_of_chain(run: Run, in_turn: int) -> tuple[str, str, str]:
-    """Return code, sentence and change; ``in_turn`` is how many such chains the same code outside of modules runs."""
-    names = " ".join(one.name.lower() for one in run)
-    reduces = any(one.category == "reduction" for one in run)
-    if in_turn >= _MANY or len(run) >= _VERY_MANY or (len(run) >= _MANY and _are_short(run)):
-        if in_turn < _MANY and not _repeats(run):
-            return "chain", "many small kernels one after another", "torch.compile of this function"
-        return (
-            "loop",
-            f"a loop of {'small ' * _are_short(run)}kernels",
-            "one operation on the whole tensor, or torch.compile of this function",
-        )
-    is_one_hot = reduces and _is_one_hot(run)
-    if is_one_hot or run[0].phase == LOSS or ("exp" in names and "log" in names):
-        return "cross-entropy", *(_ONE_HOT_LOSS if is_one_hot else ("the loss is written out", "F.cross_entropy"))
-    if reduces and ("rsqrt" in names or "sqrt" in names or "pow" in names or "mean" in names):
-        return "norm", "a norm is written out", "F.layer_norm or F.rms_norm"
-    if "tanh" in names or "erf" in names or "sigmoid" in names or "pow" in names:
-        return "activation", "an activation is written out", 'F.gelu(x, approximate="tanh"), or torch\'s own'
-    return "chain", "a chain of elementwise kernels", "torch.compile of this module, or one operation of torch"
-
-
-def _is_one_hot(run: Run) -> bool:
-    return any("scatter_gather" in one.name for one in run)
-
-
-def _repeats(run: Run) -> bool:
-    pairs = Counter(pairwise(one.name for one in run))
-    return sum(count for count in pairs.values() if count >= _REPEATS) >= _REPEATED * pairs.total()
-
-
-def _are_short(run: Run) -> bool:
-    return median(one.duration_ns for one in run) < _SHORT_NS
-
-
-def _size_of_fused(*, is_reducing: bool) -> Callable[[World, Sequence[int]], float]:
-    """Return how long one kernel in place of a chain takes: it reads its input and writes its output once.
-
-    The chain's shortest kernel of those that handle as many numbers does as much; with a reduction it reads twice.
-    """
-    factors = _FUSED_REDUCTION if is_reducing else _FUSED_CHAIN
-
-    def size(world: World, durations: Sequence[int]) -> float:
-        least_ns = _LARGE * max(durations)
-        shortest_ns = min(time for time in durations if time >= least_ns)
-        return min(factors[world] * shortest_ns, sum(durations))
-
-    return size
-
-
-def _size_of_one_hot(world: World, durations: Sequence[int]) -> float:
-    """Return how long the loss of numbers takes in place of that with a matrix: it reads one value of each row."""
-    return _OF_ONE_HOT[world] * sum(durations)
-
-
-def _size_of_loop(world: World, durations: Sequence[int]) -> float:
-    smallest_ns, sum_ns = min(durations), sum(durations)
-    work_ns = max(smallest_ns, sum_ns - smallest_ns * len(durations))
-    return {"least": smallest_ns, "expected": work_ns, "most": (work_ns + sum_ns) / 2}[world]
-
-
 def _busiest(operations: Sequence[Operation]) -> str | None:
     times: defaultdict[str | None, int] = defaultdict(int)
     for one in operations:
@@ -637,5 +414,4 @@ KERNELS = (
     _written_attention,
     _layout_conversions,
     _undone_layouts,
-    _chains,
 )

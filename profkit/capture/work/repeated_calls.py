@@ -10,15 +10,18 @@ from profkit.capture.work.operator_work import OperatorWork
 from profkit.names import BACKWARD, FORWARD, kind_of
 from profkit.run.work import IndependentCalls
 
-MANY = 8
-"""Calls in one pass from which on one call for all of them is worth a thought."""
+MANY, MANY_OF_MODEL = 8, 2
+"""Calls in one pass, of a module or of the whole model, from which on one call for all of them is worth a thought."""
+
+_OF_MODEL = (FORWARD, "model")
+"""A path as long as that of an outermost call."""
 
 
 class RepeatedCalls:
     """Follows in which memory the results of modules' calls lie.
 
-    A pass ends where backward begins. What a module's first call made is not followed: of more than two calls that need
-    one another, the third needs the second.
+    A pass ends where backward begins. What the first call of a part of the model made is not followed: of more than two
+    calls that need one another, the third needs the second.
     """
 
     def __init__(self) -> None:
@@ -43,12 +46,16 @@ class RepeatedCalls:
     def did(self, innermost: Instance, work: OperatorWork) -> None:
         """An operator ran within an instance and those around it."""
         made: dict[str, int] = {}
+        written = {access.buffer for access in work.writes}
         for access in work.reads:
-            for name, number in self._made.get(access.buffer, {}).items():
-                made[name] = max(number, made.get(name, 0))
+            # What an operator changes, such as a batch norm's statistics, says nothing of its results.
+            if access.buffer in written:
+                continue
+            for name, earlier in self._made.get(access.buffer, {}).items():
+                made[name] = max(earlier, made.get(name, 0))
         for instance in innermost.chain():
-            number = self._number.get(instance, 0)
-            if number:
+            number = self._number.get(instance)
+            if number or (number is not None and len(instance.path) == len(_OF_MODEL)):
                 name = instance.path[-1]
                 if made.get(name, number) < number:
                     self._depend.add(name)
@@ -58,10 +65,14 @@ class RepeatedCalls:
 
     def describe(self) -> Iterator[IndependentCalls]:
         """Yield the outermost modules with many calls of which none needs another, those of one kind as one."""
-        wanted = {path for path, calls in self._found.items() if calls >= MANY and path[-1] not in self._depend}
+        wanted = {
+            path
+            for path, calls in self._found.items()
+            if calls >= (MANY if len(path) > len(_OF_MODEL) else MANY_OF_MODEL) and path[-1] not in self._depend
+        }
         kinds: dict[str, int] = {}
         for path in wanted:
-            if not any(path[:depth] in wanted for depth in range(2, len(path))):
+            if not any(path[:depth] in wanted for depth in range(len(_OF_MODEL), len(path))):
                 kind = kind_of(path[-1])
                 kinds[kind] = max(kinds.get(kind, 0), self._found[path])
         depend = set(map(kind_of, self._depend))

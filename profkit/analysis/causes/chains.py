@@ -1,0 +1,305 @@
+"""Rows of causes: small kernels one after another that one kernel could replace: losses, norms, activations, loops."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import pairwise
+from statistics import median
+
+from profkit.analysis.causes.changes import By, fuse
+from profkit.analysis.causes.evidence import (
+    OF_CHAINS,
+    WORTH_COMPILING,
+    Cause,
+    Evidence,
+    Operation,
+    SourceLine,
+    source_line,
+)
+from profkit.analysis.causes.kernels import attention_modules
+from profkit.analysis.step_replay.facts import World
+from profkit.analysis.step_replay.kernel_edits import is_recurrent
+from profkit.analysis.step_replay.limits import OUTSIDE, Limit
+from profkit.analysis.step_replay.predict import StepChange
+from profkit.analysis.step_replay.steps import FROM_HOST, ReplayedStep
+from profkit.analysis.summary import WORTH
+from profkit.names import BACKWARD, LOSS, OPTIMIZER
+
+_FUSED_CHAIN: By = {"least": 0.8, "expected": 1.2, "most": 2.2}
+_FUSED_REDUCTION: By = {"least": 1.0, "expected": 2.2, "most": 4.0}
+_ONE_HOT_LOSS = "the loss is a product with a one-hot matrix", "F.cross_entropy of the targets' numbers"
+_WRITTEN_LOSS = "the loss is written out", "F.cross_entropy, which has label_smoothing, weight and ignore_index"
+_OF_ONE_HOT: By = {"least": 0.02, "expected": 0.15, "most": 0.5}
+"""The share of a loss with a one-hot matrix that is left without it: backward still writes the gradient's matrix."""
+_FEW, _MANY, _VERY_MANY = 4, 12, 48
+"""Small kernels of one module's call from which on they are a chain that one kernel could replace, and, if they repeat,
+a loop; so many are one whatever they take.
+"""
+_REPEATS, _REPEATED = 3, 0.5
+"""A loop runs the same two kernels one after the other so often, for this share of all its kernels."""
+_LARGE = 0.4
+"""Kernels of a chain that take this share of its longest one handle as many numbers."""
+_PASS, _MANY_PASSES = 0.2, 5
+"""Kernels of this share of the longest one pass over as large a matrix; torch's own loss needs fewer than so many."""
+_MOST_CHAINS = 4
+_SHORT_NS = 10_000
+"""Kernels that are launched about as fast as they run."""
+_LAUNCH_NS = 3_000
+"""About what a launch takes: chains are looked at by what they cost the host and the GPU."""
+_TRAINING = ("backward", "step", "zero_grad", "item")
+_FOREACH = "multi_tensor_apply"
+"""A kernel that handles many tensors already."""
+
+Run = tuple[Operation, ...]
+
+ChainPlace = tuple[str | None, str]
+"""A module, or None and the phase of what runs outside of all modules."""
+
+
+def _chains(evidence: Evidence) -> Iterator[Cause]:
+    """Small kernels one after another in one module: a norm, an activation, a loss or a loop that is written out.
+
+    Outside of all modules they may be a trainer's, and a line must say whose they are.
+    """
+    if evidence.step is None or evidence.is_debugged:
+        return
+    runs, in_loss = _find_runs(evidence, evidence.step), {LOSS} if [*_written_loss(evidence)] else set()
+    written = [run for run in runs if run[0].phase not in (BACKWARD, *in_loss) and _is_written_out(run)]
+    alike: defaultdict[tuple[str, ...], dict[ChainPlace, list[Run]]] = defaultdict(dict)
+    known: dict[tuple[str, ...], tuple[str, ...]] = {}
+    for place in dict.fromkeys(map(_place_of, written)):
+        chain = _find_chain(evidence, evidence.step, place)
+        kind, kernels = _kind_of_place(place, chain), tuple(one.name for one in _find_longest(chain))
+        # The same kernels are the same code, whatever its modules are called.
+        key = known.setdefault((*kind, *kernels), (*kind, *_name_alike(place))) if place[0] else (*kind, place[1])
+        alike[key][place] = chain
+    for chains in sorted(alike.values(), key=lambda chains: -_cost(chains))[:_MOST_CHAINS]:
+        cause = _describe_chains(evidence, dict(sorted(chains.items(), key=lambda item: -_cost(dict([item])))))
+        if cause.module or cause.line or not evidence.lines or cause.code == "cross-entropy":
+            yield cause
+
+
+def _written_loss(evidence: Evidence) -> Iterator[Cause]:
+    """A loss of classes by several passes over its matrix of scores, in one module or in modules within it."""
+    if evidence.step is None or evidence.is_debugged:
+        return
+    own = _find_loss(evidence, evidence.step)
+    forward = [one for run in own for one in run if one.phase == LOSS]
+    longest_ns = max((one.duration_ns for one in forward), default=0)
+    large = [one for one in forward if one.duration_ns >= _PASS * longest_ns]
+    if not _is_of_classes(forward) or len(large) < _MANY_PASSES:
+        return
+
+    def choose(step: ReplayedStep) -> list[list[int]]:
+        return [[one.at for one in run] for run in _find_loss(evidence, step)]
+
+    is_one_hot = _is_one_hot(forward)
+    what, change = _ONE_HOT_LOSS if is_one_hot else _WRITTEN_LOSS
+    times_ns = Counter[str | None]()
+    for one in forward:
+        times_ns[one.module] += one.duration_ns
+    yield Cause(
+        code="cross-entropy",
+        cause=what,
+        detail=f": {len(large)} passes over its matrix of scores in forward",
+        module=times_ns.most_common(1)[0][0],
+        change=change,
+        changes=[fuse("cross-entropy", choose, _size_of_one_hot if is_one_hot else _size_of_fused(is_reducing=True))],
+        evidence={"kernels": sum(map(len, own)), "time_ns": sum(one.duration_ns for run in own for one in run)},
+    )
+
+
+def _find_loss(evidence: Evidence, step: ReplayedStep) -> list[Run]:
+    """Return what a step's loss modules launch in forward, and in backward."""
+    own = [one for one in evidence.operations(step) if one.phase == LOSS and one.module is not None]
+    modules = {one.module for one in own}
+    backward = [one for one in evidence.operations(step) if one.phase == BACKWARD and one.module in modules]
+    return [tuple(run) for run in (own, backward) if run]
+
+
+def _find_runs(evidence: Evidence, step: ReplayedStep) -> list[Run]:
+    skipped, awaited = attention_modules(evidence), _find_awaited(step)
+    return evidence.runs(
+        step, lambda one: _is_link(one, skipped) and not (one.category == "copy" and one.call in awaited)
+    )
+
+
+def _find_awaited(step: ReplayedStep) -> set[int]:
+    """Return the calls for whose operations the host waits."""
+    waits = step.columns.waits_among(range(len(step.columns.kind)))
+    return {call - before for call in waits for before in (0, 1)}
+
+
+def _find_chain(evidence: Evidence, step: ReplayedStep, place: ChainPlace) -> list[Run]:
+    """Return the runs of a step that are written out in a place, with those of its backward passes.
+
+    What backward runs outside of all modules may be anybody's, unless most of backward lies in modules.
+    """
+    knows_backward = _knows_modules_of_backward(evidence.kernels)
+    runs = [run for run in _find_runs(evidence, step) if _is_link_of(run, place)]
+    return [run for run in runs if knows_backward or run[0].module or run[0].phase != BACKWARD]
+
+
+def _is_link(operation: Operation, skipped: frozenset[str]) -> bool:
+    is_moved = operation.category == "copy" and operation.name != FROM_HOST
+    is_own = _FOREACH not in operation.name and not is_recurrent(operation.name)
+    is_small = operation.is_alone and is_own and (is_moved or operation.category in OF_CHAINS)
+    return is_small and operation.phase != OPTIMIZER and operation.module not in skipped
+
+
+def _place_of(run: Run) -> ChainPlace:
+    return run[0].module, "" if run[0].module else run[0].phase
+
+
+def _is_link_of(run: Run, place: ChainPlace) -> bool:
+    """Return whether a run is of a place; outside of all modules a few kernels are the backward pass of torch's own."""
+    module, phase = run[0].module, run[0].phase
+    if phase == BACKWARD:
+        return module == place[0] and (len(run) > 2 if module else _is_written_out(run))
+    return _place_of(run) == place and _is_written_out(run)
+
+
+def _knows_modules_of_backward(operations: Sequence[Operation]) -> bool:
+    """Return whether most of backward lies in modules: nsys sees none there where no hook opened their ranges."""
+    has_module = [one.module is not None for one in operations if one.phase == BACKWARD]
+    return 2 * sum(has_module) > len(has_module)
+
+
+def _is_written_out(run: Run) -> bool:
+    has_own = any(one.category in ("normalization", "loss", "softmax") for one in run)
+    return len(run) >= (_MANY if has_own else _FEW)
+
+
+def _kind_of_place(place: ChainPlace, runs: Sequence[Run]) -> tuple[str, str, str]:
+    in_turn = 1 if place[0] else sum(run[0].phase != BACKWARD for run in runs)
+    return _kind_of_chain(_find_longest(runs), in_turn)
+
+
+def _find_longest(runs: Sequence[Run]) -> Run:
+    return max((run for run in runs if run[0].phase != BACKWARD), key=len)
+
+
+def _name_alike(place: ChainPlace) -> tuple[str, ...]:
+    """Return what modules have in common that one change mends: the end of their names."""
+    return "", (place[0] or "").rpartition(".")[2]
+
+
+def _cost(chains: Mapping[ChainPlace, Sequence[Run]]) -> int:
+    return sum(one.duration_ns + _LAUNCH_NS for runs in chains.values() for run in runs for one in run)
+
+
+def _describe_chains(evidence: Evidence, chains: Mapping[ChainPlace, Sequence[Run]]) -> Cause:
+    (module, phase), costliest = next(iter(chains.items()))
+    code, what, change = _kind_of_place((module, phase), costliest)
+    runs = [run for chain in chains.values() for run in chain]
+    backward = " with backward" if any(run[0].phase == BACKWARD for run in runs) else ""
+    return Cause(
+        code=code,
+        cause=what,
+        detail=f": {len(_find_longest(runs))} kernels a call, {sum(map(len, runs)):,} a step{backward}",
+        line=_find_line(evidence, phase) if module is None else None,
+        module=module,
+        further_modules=[name for name, _ in chains if name is not None and name != module],
+        change=change,
+        changes=[_fuse_chain(evidence, code, place, chain) for place, chain in chains.items()],
+        worth=WORTH_COMPILING if code == "chain" else WORTH,
+        evidence={"kernels": sum(map(len, runs)), "time_ns": sum(one.duration_ns for run in runs for one in run)},
+    )
+
+
+def _fuse_chain(evidence: Evidence, code: str, place: ChainPlace, runs: Sequence[Run]) -> StepChange:
+    def choose(step: ReplayedStep) -> list[list[int]]:
+        return [[one.at for one in run] for run in _find_chain(evidence, step, place)]
+
+    longest = _find_longest(runs)
+    is_reducing = any(one.category == "reduction" for one in longest)
+    if code == "cross-entropy" and _is_one_hot(longest):
+        return fuse(code, choose, _size_of_one_hot)
+    size = _size_of_loop if code == "loop" and _are_short(longest) else _size_of_fused(is_reducing=is_reducing)
+    return fuse(code, choose, size, compiled=code == "chain")
+
+
+def _find_line(evidence: Evidence, phase: str) -> SourceLine | None:
+    limits = evidence.limits
+    paused = {} if limits is None else {(one.file, one.line): one.time_ns for one in limits.lines_of(Limit.PYTHON)}
+    own = [
+        line
+        for line in evidence.lines
+        if line.file and line.thread == "main" and (line.phase or OUTSIDE) == phase
+        if not (line.called or "").endswith(_TRAINING) and line.place not in evidence.trainer_lines
+        if line.own_ns > 2 * paused.get((line.file, line.line), 0)
+    ]
+    longest = max(own, key=lambda line: line.own_ns, default=None)
+    return None if longest is None else source_line(longest)
+
+
+def _kind_of_chain(run: Run, in_turn: int) -> tuple[str, str, str]:
+    """Return code, sentence and change; ``in_turn`` is how many such chains the same code outside of modules runs."""
+    names = " ".join(one.name.lower() for one in run)
+    reduces = any(one.category == "reduction" for one in run)
+    if in_turn >= _MANY or len(run) >= _VERY_MANY or (len(run) >= _MANY and _are_short(run)):
+        if in_turn < _MANY and not _repeats(run):
+            return "chain", "many small kernels one after another", "torch.compile of this function"
+        return (
+            "loop",
+            f"a loop of {'small ' * _are_short(run)}kernels",
+            "one operation on the whole tensor, or torch.compile of this function",
+        )
+    is_one_hot = reduces and _is_one_hot(run)
+    if is_one_hot or _is_of_classes(run):
+        return "cross-entropy", *(_ONE_HOT_LOSS if is_one_hot else _WRITTEN_LOSS)
+    if reduces and ("rsqrt" in names or "sqrt" in names or "pow" in names or "mean" in names):
+        return "norm", "a norm is written out", "F.layer_norm or F.rms_norm"
+    if "tanh" in names or "erf" in names or "sigmoid" in names or "pow" in names:
+        return "activation", "an activation is written out", 'F.gelu(x, approximate="tanh"), or torch\'s own'
+    return "chain", "a chain of elementwise kernels", "torch.compile of this module, or one operation of torch"
+
+
+def _is_of_classes(run: Sequence[Operation]) -> bool:
+    """Return whether a loss takes the logarithms of probabilities, by torch's softmax or by hand."""
+    names = " ".join(one.name.lower() for one in run)
+    has_softmax = any(one.category == "softmax" and one.phase == LOSS for one in run)
+    return has_softmax or ("exp" in names and "log" in names)
+
+
+def _is_one_hot(run: Sequence[Operation]) -> bool:
+    return any("scatter_gather" in one.name for one in run)
+
+
+def _repeats(run: Run) -> bool:
+    pairs = Counter(pairwise(one.name for one in run))
+    return sum(count for count in pairs.values() if count >= _REPEATS) >= _REPEATED * pairs.total()
+
+
+def _are_short(run: Run) -> bool:
+    return median(one.duration_ns for one in run) < _SHORT_NS
+
+
+def _size_of_fused(*, is_reducing: bool) -> Callable[[World, Sequence[int]], float]:
+    """Return how long one kernel in place of a chain takes: it reads its input and writes its output once.
+
+    The chain's shortest kernel of those that handle as many numbers does as much; with a reduction it reads twice.
+    """
+    factors = _FUSED_REDUCTION if is_reducing else _FUSED_CHAIN
+
+    def size(world: World, durations: Sequence[int]) -> float:
+        least_ns = _LARGE * max(durations)
+        shortest_ns = min(time for time in durations if time >= least_ns)
+        return min(factors[world] * shortest_ns, sum(durations))
+
+    return size
+
+
+def _size_of_one_hot(world: World, durations: Sequence[int]) -> float:
+    """Return how long the loss of numbers takes in place of that with a matrix: it reads one value of each row."""
+    return _OF_ONE_HOT[world] * sum(durations)
+
+
+def _size_of_loop(world: World, durations: Sequence[int]) -> float:
+    smallest_ns, sum_ns = min(durations), sum(durations)
+    work_ns = max(smallest_ns, sum_ns - smallest_ns * len(durations))
+    return {"least": smallest_ns, "expected": work_ns, "most": (work_ns + sum_ns) / 2}[world]
+
+
+CHAINS = (_written_loss, _chains)
