@@ -18,7 +18,6 @@ from profkit.analysis.step_replay.lanes import CELLS
 from profkit.analysis.step_replay.limits import Cause, Limit, LimitPart, StepLimits, place_lines
 from profkit.analysis.step_replay.ranks_together import (
     RankStep,
-    find_limits_together,
     limit_ranks,
     replay_on_time,
     run_steadily_together,
@@ -344,7 +343,7 @@ def test_what_limits_the_step_of_all_ranks_is_followed_from_collective_to_the_ra
     """Python of the first rank is long before the first collective, kernels of the second one before the others."""
     ranks = [rank(900_000, 5_000, 5_000), rank(5_000, 5_000, 5_000, computes_ns=200_000)]
     steady = run_steadily_together(ranks, [WIRE_NS] * 3)
-    chain = find_limits_together(steady)
+    chain = steady.find_limits()
     assert all(earlier.end_ns == later.start_ns for (_, earlier), (_, later) in pairwise(chain))
     assert chain[-1][1].end_ns == steady.ended_ns + steady.step_ns
     by_rank = [[piece for at, piece in chain if at == number] for number in (0, 1)]

@@ -18,7 +18,7 @@ from profkit import read_trace
 from profkit.analysis.step_replay import COPY, LAUNCH, NONE, WAIT, ProcessCalls, StepColumns
 from profkit.analysis.step_replay.calibrate import USUAL_HOST, Fit, Phases, find_phases, fit_host, level_phases
 from profkit.analysis.step_replay.edits import slow_host
-from profkit.analysis.step_replay.limits import Cause, find_limits
+from profkit.analysis.step_replay.limits import Cause, RankRun, find_limits
 from profkit.analysis.step_replay.replay import (
     EARLIER,
     QUEUE_DEPTH,
@@ -99,7 +99,7 @@ def test_two_recorders_of_one_program_agree_once_their_work_on_the_host_is_gone(
 
 
 def check_chain(step: StepColumns, found: Replayed) -> None:
-    pieces = find_limits(step, found)
+    pieces = [piece for _, piece in find_limits([RankRun(step, found)])]
     assert sum(piece.end_ns - piece.start_ns for piece in pieces) == found.step_ns
     assert all(earlier.end_ns == later.start_ns for earlier, later in pairwise(pieces))
     if pieces:
@@ -161,7 +161,7 @@ def test_a_changed_step_ends_when_the_machine_ends_the_changed_program(
 def causes(program: list[Doing]) -> dict[Cause, int]:
     step = recorded(program)
     sums = dict.fromkeys(Cause, 0)
-    for piece in find_limits(step, run(step, CONSTANTS)):
+    for _, piece in find_limits([RankRun(step, run(step, CONSTANTS))]):
         sums[piece.cause] += piece.end_ns - piece.start_ns
     return {cause: time_ns for cause, time_ns in sums.items() if time_ns}
 

@@ -280,15 +280,37 @@ def _fill_pause(pause_ns: int, left: Mapping[LineTime, int]) -> Iterator[tuple[L
 _FITS = 0.7
 
 
-def find_limits(step: StepColumns, found: Replayed) -> list[Piece]:
-    """Return the chain of a replayed step, from its beginning to its end."""
+class RankRun(NamedTuple):
+    """One rank's replayed step, its collectives in order, and when it began after the first rank's."""
+
+    step: StepColumns
+    found: Replayed
+    collectives: Sequence[int] = ()
+    begin_ns: int = 0
+
+    def time_of(self, moment: Moment | None) -> int:
+        return self.begin_ns + (0 if moment is None else _time_of(self.found, moment))
+
+
+def find_limits(ranks: Sequence[RankRun]) -> list[tuple[int, Piece]]:
+    """Return the chain of a replayed step from its beginning to its end, and which rank each piece is of.
+
+    Ranks are given by their position. A collective begins when the last rank has come: there the chain goes on.
+    """
+    numbers = [{row: number for number, row in enumerate(rank.collectives)} for rank in ranks]
+    at = max(range(len(ranks)), key=lambda at: ranks[at].begin_ns + ranks[at].found.step_ns)
+    moment = _last_moment(ranks[at].found)
     pieces = []
-    moment = last_moment(found)
     while moment is not None:
-        earlier, cause = find_earlier(step, found, moment)
-        start_ns, end_ns = (0 if earlier is None else time_of_moment(found, earlier)), time_of_moment(found, moment)
+        end_ns, number = ranks[at].time_of(moment), numbers[at].get(moment.at)
+        if not moment.is_call and moment.is_end and number is not None:
+            rows = [rank.collectives[number] for rank in ranks]
+            at = max(range(len(ranks)), key=lambda at: ranks[at].begin_ns + ranks[at].found.start_ns[rows[at]])
+            moment = moment._replace(at=rows[at])
+        earlier, cause = _find_earlier(ranks[at].step, ranks[at].found, moment)
+        start_ns = ranks[at].time_of(earlier)
         if end_ns > start_ns:
-            pieces.append(Piece(cause, start_ns, end_ns, moment))
+            pieces.append((at, Piece(cause, start_ns, end_ns, moment)))
         moment = earlier
     return pieces[::-1]
 
@@ -299,22 +321,22 @@ def cut_before(pieces: Iterable[Piece], time_ns: int) -> list[Piece]:
     return [piece if piece.start_ns >= time_ns else replace(piece, start_ns=time_ns) for piece in left]
 
 
-def last_moment(found: Replayed) -> Moment | None:
+def _last_moment(found: Replayed) -> Moment | None:
     ends = [
         Moment(is_call, max(range(len(column)), key=column.__getitem__), is_end=True)
         for is_call, column in ((True, found.call_end_ns), (False, found.end_ns))
         if column
     ]
-    return max(ends, key=lambda moment: time_of_moment(found, moment), default=None)
+    return max(ends, key=lambda moment: _time_of(found, moment), default=None)
 
 
-def time_of_moment(found: Replayed, moment: Moment) -> int:
+def _time_of(found: Replayed, moment: Moment) -> int:
     if moment.is_call:
         return (found.call_end_ns if moment.is_end else found.call_start_ns)[moment.at]
     return (found.end_ns if moment.is_end else found.start_ns)[moment.at]
 
 
-def find_earlier(step: StepColumns, found: Replayed, moment: Moment) -> tuple[Moment | None, Cause]:
+def _find_earlier(step: StepColumns, found: Replayed, moment: Moment) -> tuple[Moment | None, Cause]:
     """Return what this moment came after, None for the step's beginning, and what lies between the two."""
     at = moment.at
     if not moment.is_call:

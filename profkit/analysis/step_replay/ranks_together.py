@@ -18,15 +18,13 @@ from profkit.analysis.step_replay import StepColumns
 from profkit.analysis.step_replay.calibrate import AS_RECORDED, FASTEST, SLOWER_GPU, SLOWEST, USUAL_HOST, Fit
 from profkit.analysis.step_replay.edits import CannotPredictError
 from profkit.analysis.step_replay.limits import (
-    Moment,
     Piece,
+    RankRun,
     StepLimits,
     cut_before,
-    find_earlier,
+    find_limits,
     join_parts,
-    last_moment,
     place_lines,
-    time_of_moment,
 )
 from profkit.analysis.step_replay.predict import TimeAnswer
 from profkit.analysis.step_replay.replay import (
@@ -256,6 +254,10 @@ class SteadyRanks:
     step_ns: int
     ended_ns: int
 
+    def find_limits(self) -> list[tuple[int, Piece]]:
+        pairs = zip(self.ranks, self.together, strict=True)
+        return find_limits([RankRun(rank.columns, found, rank.collectives, rank.begin_ns) for rank, found in pairs])
+
 
 def run_steadily_together(ranks: Sequence[RankStep], wires: Sequence[int]) -> SteadyRanks:
     """Run a step on all ranks again and again, each as soon as its host can.
@@ -279,34 +281,6 @@ def run_steadily_together(ranks: Sequence[RankStep], wires: Sequence[int]) -> St
     return SteadyRanks(ranks, together, step_ns, last_ns)
 
 
-def find_limits_together(steady: SteadyRanks) -> list[tuple[int, Piece]]:
-    """Return the chain of a step of all ranks, and which rank each piece is of, by its position.
-
-    As `find_limits`, but for collectives: they begin when the last rank has come, so that the chain goes on there.
-    """
-    ranks, together = steady.ranks, steady.together
-    numbers = [{row: number for number, row in enumerate(rank.collectives)} for rank in ranks]
-
-    def time_of(at: int, moment: Moment | None) -> int:
-        return ranks[at].begin_ns + (0 if moment is None else time_of_moment(together[at], moment))
-
-    at = max(range(len(ranks)), key=lambda at: ranks[at].begin_ns + together[at].step_ns)
-    moment = last_moment(together[at])
-    pieces = []
-    while moment is not None:
-        end_ns, number = time_of(at, moment), numbers[at].get(moment.at)
-        if not moment.is_call and moment.is_end and number is not None:
-            rows = [rank.collectives[number] for rank in ranks]
-            at = max(range(len(ranks)), key=lambda at: ranks[at].begin_ns + together[at].start_ns[rows[at]])
-            moment = moment._replace(at=rows[at])
-        earlier, cause = find_earlier(ranks[at].columns, together[at], moment)
-        start_ns = time_of(at, earlier)
-        if end_ns > start_ns:
-            pieces.append((at, Piece(cause, start_ns, end_ns, moment)))
-        moment = earlier
-    return pieces[::-1]
-
-
 def limit_ranks(
     replays: Mapping[int, StepReplay],
     now_ns: int | None,
@@ -326,7 +300,7 @@ def limit_ranks(
     factor = step.find_factor(unprofiled_ns, host_factor or median(USUAL_HOST))
     steady = step.run(factor)
     step_ns = now_ns or steady.step_ns
-    chain = find_limits_together(steady)
+    chain = steady.find_limits()
     of_step = [(at, left) for at, piece in chain for left in cut_before([piece], steady.ended_ns)]
     recorded = list(step.steps.items())
     parts = [

@@ -34,6 +34,7 @@ from profkit.analysis.step_replay.limits import (
     Limit,
     LimitPart,
     Piece,
+    RankRun,
     StepLimits,
     classify_piece,
     cut_before,
@@ -125,7 +126,8 @@ class ReplayedStep:
 
     def find_parts(self, step: StepColumns, steady: Steady, whole_ns: int) -> list[LimitPart]:
         """Return what limits this step, or a changed form of it, piece by piece, scaled to sum up to ``whole_ns``."""
-        pieces = cut_before(find_limits(step, steady.found), steady.ended_ns)
+        chain = find_limits([RankRun(step, steady.found)])
+        pieces = cut_before((piece for _, piece in chain), steady.ended_ns)
         parts = [part for piece in pieces for part in self.place(step, piece)]
         if step.late_ns:
             parts.append(LimitPart(Limit.PYTHON, Cause.PYTHON.value, DATA, None, step.late_ns))
