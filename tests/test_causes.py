@@ -588,14 +588,17 @@ def separate_calls(duration: int, *, is_independent: bool = True) -> tuple[Progr
     return program, {**counted, "lines": [called]}
 
 
-def frozen(early: int, unread: int) -> tuple[Program, dict[str, Any]]:
-    """Return steps with two blocks and a head, of which so many blocks have gradients that no optimizer reads."""
+def frozen(early: int, unread: int, first: int = 0) -> tuple[Program, dict[str, Any]]:
+    """Return steps with two blocks and a head, of which so many blocks have gradients that no optimizer reads.
+
+    In so many of these nothing of backward is needed, and of so many heads no gradient of what comes in.
+    """
     backward = [within(f"backward/model/{module}", launch(NVJET, MS, 2)) for module in ("head", "blocks.1", "blocks.0")]
     program = equal_steps(within("forward/model", launch(NVJET, MS, 3)), *backward, wait)
     counts = {"instances": 2, "unread": unread, "early": early}
-    return program, works(
-        unread_gradients=[{"module": "blocks.*", "parameters": unread, "bytes": unread * MIB, **counts}]
-    )
+    blocks = {"module": "blocks.*", "parameters": unread, "bytes": unread * MIB, **counts}
+    head = {"module": "head", "parameters": 0, "bytes": 0, "instances": 1, "unread": 0, "early": 0, "first": first}
+    return program, works(unread_gradients=[blocks, head])
 
 
 def table(used: int, *, is_unread: bool = False) -> tuple[Program, dict[str, Any]]:
@@ -859,6 +862,7 @@ NAMED: dict[str, Case] = {
     ),
     "a module that is called for each sample": ("loop", *separate_calls(4_000)),
     "a block whose backward pass nobody needs": ("unread-gradients", *frozen(1, 1)),
+    "blocks and what comes into the head": ("unread-gradients", *frozen(2, 2, 1)),
     "blocks whose own gradients nobody reads": ("unread-gradients", *frozen(0, 2)),
     "a table's gradient of zeros": ("dense-gradients", *table(100)),
     "products beside bursts that no worker is slow for": ("tf32", *waits_in_bursts(4 * MS, *IN_FP32)),

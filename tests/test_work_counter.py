@@ -483,7 +483,8 @@ def test_gradients_that_no_optimizer_reads_are_counted_with_what_nobody_needs_be
     modules = {"table": table, "blocks.0": blocks[0], "blocks.1": blocks[1], "head": head, "tied": tied}
     model = nn.ModuleDict({name.replace(".", "_"): module for name, module in modules.items()})
     names = {module: name for name, module in modules.items()}
-    counter = WorkCounter()
+    stepped = [one for module in (blocks[1], *[table] * steps_table) for one in module.parameters()]
+    counter = WorkCounter(stepped, model.parameters())
     counter.start()
     x = torch.tensor([[1, 2, 2]])
     with annotate("forward"):
@@ -494,12 +495,13 @@ def test_gradients_that_no_optimizer_reads_are_counted_with_what_nobody_needs_be
                 x = modules[name](x)
     with annotate("backward"), annotate("table"):
         (x.sum() + looked_up.sum()).backward()
-    stepped = {id(one) for module in (blocks[1], *[table] * steps_table) for one in module.parameters()}
-    counter.optimizer_stepped([model], names.get, stepped)
+    counter.optimizer_stepped([model], names.get, set(map(id, stepped)))
     counter.stop()
     work = counter.content()
+    assert counter.failure is None
     assert work.tables == (DenseTable("table", rows=100, used=3, bytes=100 * 8 * 4),)
-    first_block = UnreadGradients("blocks.*", 2, 72 * 4, instances=2, unread=1, early=0 if steps_table else 1)
+    of_blocks = {"early": 0, "first": 0} if steps_table else {"early": 1, "first": 1}
+    first_block = UnreadGradients("blocks.*", 2, 72 * 4, instances=2, unread=1, **of_blocks)
     early_table = UnreadGradients("table", 1, 100 * 8 * 4, instances=1, unread=1, early=1)
     shared = UnreadGradients("tied", 1, 50 * 8 * 4, instances=1, unread=1, early=1)
     of_head = UnreadGradients("head", 1, 50 * 8 * 4, instances=1, unread=1, early=0)

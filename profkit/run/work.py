@@ -120,7 +120,8 @@ class UnreadGradients:
     """Modules of one kind (``*`` for their numbers) and the gradients in them that no optimizer reads.
 
     ``parameters`` have such a gradient, of so many ``bytes`` together, in ``unread`` of the ``instances``. In ``early``
-    of these nothing of the backward pass is needed: no parameter that is stepped comes before them in the forward pass.
+    of these nothing of the backward pass is needed, since nothing in them depends on a parameter that is stepped, and
+    in ``first`` no gradient of what comes in, which does not depend on one.
     """
 
     module: RangeName
@@ -129,6 +130,7 @@ class UnreadGradients:
     instances: int
     unread: int
     early: int
+    first: int = 0
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from profkit.analysis.causes.evidence import Cause, Evidence, Interval, Operatio
 from profkit.analysis.step_replay.predict import StepChange
 from profkit.analysis.step_replay.steps import ReplayedStep
 from profkit.analysis.summary import PRODUCTS
-from profkit.names import BACKWARD, OPTIMIZER
+from profkit.names import BACKWARD, OPTIMIZER, kind_of
 from profkit.run.manifest import used_optimizers
 from profkit.run.work import DenseTable, RunWork, UnreadGradients
 
@@ -23,8 +23,8 @@ _OF_BACKWARD: By = {"least": 0.05, "expected": 0.3, "most": 0.8}
 def _unread_gradients(evidence: Evidence) -> Iterator[Cause]:
     """Backward computes gradients of parameters that no optimizer steps, as of a model that was meant to be frozen.
 
-    Nothing of backward is needed before the first parameter that is stepped; after it, all but the products for the
-    parameters' own gradients is.
+    Nothing of backward is needed before the first parameter that is stepped, nor the gradient of what comes in there;
+    after it, all but the products for the parameters' own gradients is.
     """
     work = _find_work(evidence)
     if evidence.step is None or work is None or not work.unread_gradients:
@@ -32,7 +32,7 @@ def _unread_gradients(evidence: Evidence) -> Iterator[Cause]:
     by_module = {unread.module: unread for unread in work.unread_gradients}
     time_ns = Counter[str]()
     for one in _find_needless(evidence, evidence.step, by_module):
-        time_ns[one.module or ""] += one.duration_ns
+        time_ns[kind_of(one.module or "")] += one.duration_ns
     parameters = sum(unread.parameters for unread in by_module.values())
     held = sum(unread.bytes for unread in by_module.values())
     costs = {name: sum(_within(name, time_ns).values()) for name in _outermost(by_module)}
@@ -64,22 +64,25 @@ def _find_needless(
 ) -> Iterator[Operation]:
     """Yield the operations of backward that only gradients need which nobody reads.
 
-    Of modules of one kind backward comes to the first ones last. Of a product's two gradients the parameter's is the
-    second, and that of a bias is a sum.
+    Of modules of one kind backward comes to the first ones last. Of a product's two gradients that of what comes in is
+    the first, and the parameter's the second; that of a bias is a sum.
     """
     own: defaultdict[str, list[Operation]] = defaultdict(list)
     for one in evidence.operations(step):
-        if one.phase == BACKWARD and one.module is not None and one.module in by_module:
+        if one.phase == BACKWARD and one.module is not None and kind_of(one.module) in by_module:
             own[one.module].append(one)
     for module, operations in own.items():
-        unread = by_module[module]
+        unread = by_module[kind_of(module)]
         rest = len(operations) - round(len(operations) * unread.early / unread.instances)
         yield from operations[rest:]
         products = [one for one in operations[:rest] if one.category in PRODUCTS]
         sums = [one for one in operations[:rest] if one.category == "reduction"]
-        share = max(0, unread.unread - unread.early) / max(1, unread.instances - unread.early)
-        for kind in (products[1::2], sums):
-            yield from kind[len(kind) - round(share * len(kind)) :]
+        added = [one for one in operations[:rest] if "CUDAFunctor_add" in one.name]
+        left = max(1, unread.instances - unread.early)
+        of_parameters, of_inputs = max(0, unread.unread - unread.early) / left, unread.first / left
+        parts = (products[1::2], of_parameters), (sums, of_parameters), (products[::2], of_inputs), (added, of_inputs)
+        for part, share in parts:
+            yield from part[len(part) - round(share * len(part)) :]
 
 
 def _outermost(by_module: Mapping[str, UnreadGradients]) -> list[str]:

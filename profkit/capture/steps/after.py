@@ -139,7 +139,8 @@ class CountedStep:
         if not self._order.own_steps:
             # Where nsys records the whole process it sees this step too: not as one of those that were asked for.
             self._around.enter_context(annotate(WARMUP))
-        self._counter = WorkCounter()
+        trained = [one for model in self._hooks.steps.models for one in model.parameters() if one.requires_grad]
+        self._counter = WorkCounter(self._hooks.optimizers.parameters(), trained)
         self._hooks.on_backward, self._hooks.on_call = self._counter.backward_begins, self._counter.model_called
         self._hooks.on_optimizer = self._optimizer_stepped
         self._counter.start()
@@ -171,7 +172,8 @@ class CountedStep:
     def _optimizer_stepped(self) -> None:
         assert self._counter is not None
         hooks = self._hooks
-        self._counter.optimizer_stepped(hooks.steps.models, hooks.names.range_of, hooks.optimizers.parameters())
+        stepped = set(map(id, hooks.optimizers.parameters()))
+        self._counter.optimizer_stepped(hooks.steps.models, hooks.names.range_of, stepped)
 
     def _forbidden(self, rank: int | None) -> str | None:
         if _get_current_dispatch_mode() is not None:

@@ -72,9 +72,10 @@ class UsedOptimizers:
             self._known.add(optimizer)
             self.described[describe_optimizer(optimizer)] = None
 
-    def parameters(self) -> set[int]:
+    def parameters(self) -> list[Tensor]:
+        """Return the parameters of all these optimizers that are still there."""
         groups = (group for optimizer in self._known for group in optimizer.param_groups)
-        return {id(parameter) for group in groups for parameter in group["params"]}
+        return [parameter for group in groups for parameter in group["params"]]
 
 
 def describe_optimizer(optimizer: Optimizer) -> UsedOptimizer:

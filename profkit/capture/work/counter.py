@@ -16,7 +16,7 @@ import re
 import sys
 import threading
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import takewhile
 from types import FrameType
@@ -32,7 +32,7 @@ from profkit.capture.compiled.watch import loaded
 from profkit.capture.line_samples import Place, describe, find_place
 from profkit.capture.steps.conditions import count_compiled_graphs
 from profkit.capture.work import Instance, Products, WorkAccount, summarize_work
-from profkit.capture.work.gradients import Parameters, RangeOf
+from profkit.capture.work.gradients import GradientFlow, Parameters, RangeOf
 from profkit.capture.work.operator_work import (
     Buffers,
     GraphPart,
@@ -104,9 +104,14 @@ class CompiledInstances:
 
 
 class WorkCounter(OperatorMode, RangeObserver):
-    """Counts from `start` to `stop`; `content` returns the result."""
+    """Counts from `start` to `stop`; `content` returns the result.
 
-    def __init__(self) -> None:
+    Args:
+        stepped: the parameters of all optimizers that have made a step before.
+        differentiated: those of which backward computes gradients.
+    """
+
+    def __init__(self, stepped: Iterable[torch.Tensor] = (), differentiated: Iterable[torch.Tensor] = ()) -> None:
         super().__init__()
         self._account = WorkAccount()
         self._lock = threading.Lock()
@@ -123,7 +128,8 @@ class WorkCounter(OperatorMode, RangeObserver):
         self._tables: dict[tuple[str, tuple[int, ...]], Counter[str]] = {}
         self._shared_shapes: set[tuple[int, ...]] = set()
         self._unread: dict[str, UnreadGradients] = {}
-        self._repeated = RepeatedCalls()
+        self._needed, self._computed = GradientFlow(stepped), GradientFlow(differentiated)
+        self._repeated = RepeatedCalls(self._computed.weights)
         self._model_flops = 0
         self._work: dict[tuple[str, ...], Any] = {}
         self._is_entered = False
@@ -164,7 +170,7 @@ class WorkCounter(OperatorMode, RangeObserver):
         try:
             parameters = Parameters(models, range_of)
             self._shared_shapes |= parameters.shapes_of_shared()
-            for unread in parameters.find_unread(stepped, self._account.instances):
+            for unread in parameters.find_unread(stepped, self._computed, self._needed):
                 self._unread[unread.module] = unread
         except Exception as error:  # the program goes on
             self.failure = f"looking at gradients failed ({describe_error(error)})"
@@ -239,6 +245,7 @@ class WorkCounter(OperatorMode, RangeObserver):
         instance = around if is_step else self._account.open(name, around)
         if not is_step:
             self._repeated.opened(instance)
+            self._computed.opened(instance)
         self._open.setdefault(thread, []).append(instance)
 
     def _closes(self, thread: int) -> None:
@@ -326,7 +333,8 @@ class WorkCounter(OperatorMode, RangeObserver):
                 work = replace(work, products=Products())
         self._add(innermost, work.products, work.other_flops)
         self._account.move(innermost, work.reads, work.writes)
-        self._repeated.did(innermost, work)
+        for follower in (self._repeated, self._computed, self._needed):
+            follower.did(innermost, work)
 
     def _note_line(self, work: OperatorWork, frame: FrameType) -> None:
         """Count an operator for the line of the user's own that calls it, unless backward or the optimizer does."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterator
+from collections.abc import Collection, Hashable, Iterator
 
 from profkit.capture.work import Instance
 from profkit.capture.work.operator_work import OperatorWork
@@ -20,15 +20,17 @@ _OF_MODEL = (FORWARD, "model")
 class RepeatedCalls:
     """Follows in which memory the results of modules' calls lie.
 
-    A pass ends where backward begins. What the first call of a part of the model made is not followed: of more than two
-    calls that need one another, the third needs the second.
+    What is made of ``weights`` alone is no result: of their memory, to which that of their casts is added. A pass ends
+    where backward begins. What the first call of a part of the model made is not followed: of more than two calls that
+    need one another, the third needs the second.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, weights: Collection[Hashable]) -> None:
         self._calls: Counter[str] = Counter()
         self._number: dict[Instance, int] = {}
         self._made: dict[Hashable, dict[str, int]] = {}
         """By memory, the latest call of each module that went into it."""
+        self._weights = weights
         self._depend: set[str] = set()
         self._found: dict[tuple[str, ...], int] = {}
 
@@ -47,21 +49,21 @@ class RepeatedCalls:
         """An operator ran within an instance and those around it."""
         made: dict[str, int] = {}
         written = {access.buffer for access in work.writes}
-        for access in work.reads:
-            # What an operator changes, such as a batch norm's statistics, says nothing of its results.
-            if access.buffer in written:
-                continue
-            for name, earlier in self._made.get(access.buffer, {}).items():
+        # What an operator changes, such as a batch norm's statistics, says nothing of its results.
+        read = {access.buffer for access in work.reads} - written
+        for buffer in read:
+            for name, earlier in self._made.get(buffer, {}).items():
                 made[name] = max(earlier, made.get(name, 0))
-        for instance in innermost.chain():
+        is_result = not read.issubset(self._weights)
+        for instance in innermost.chain() if is_result else ():
             number = self._number.get(instance)
             if number or (number is not None and len(instance.path) == len(_OF_MODEL)):
                 name = instance.path[-1]
                 if made.get(name, number) < number:
                     self._depend.add(name)
                 made[name] = number
-        for access in work.writes if made else ():
-            self._made[access.buffer] = self._made.get(access.buffer, {}) | made
+        for buffer in written if made else ():
+            self._made[buffer] = self._made.get(buffer, {}) | made
 
     def describe(self) -> Iterator[IndependentCalls]:
         """Yield the outermost modules with many calls of which none needs another, those of one kind as one."""

@@ -32,12 +32,10 @@ def judge(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _has_place(advice: dict[str, Any], row: dict[str, Any]) -> bool:
-    if row["lines"]:
-        line = advice["line"]
-        return line is not None and [PurePath(line["file"]).name, line["line"]] in [
-            list(place) for place in row["lines"]
-        ]
-    return row["fault"]["module"] in (advice["module"] or "")
+    line, module = advice["line"], row["fault"]["module"]
+    if line is not None and [PurePath(line["file"]).name, line["line"]] in [list(place) for place in row["lines"]]:
+        return True
+    return module is not None and module in (advice["module"] or "")
 
 
 def _true_after(advice: dict[str, Any], row: dict[str, Any]) -> float | None:
