@@ -506,6 +506,15 @@ def slow_dataset(data_ns: int, line_ns: int, *work: Action, batch_ns: int = 20 *
     return program, {**given, "lines": [parse]}
 
 
+def statistics(*lines: int, large: bool = True) -> tuple[Program, dict[str, Any]]:
+    """Return steps in which two lines of a hook compute values of 1 ms each, or small ones, and read them."""
+    value = [launch(SUM, MS if large else 3_000), wait]
+    program = equal_steps(within("forward/model/act", launch(NVJET, 2 * MS), *value, *value))
+    read = [line(MS, "forward", "….item", line=number, waits=1.0, file="/code/model.py") for number in lines]
+    counted = works(*(("act", "mean", number, 4 * GIB) for number in lines))
+    return program, {**counted, "lines": read}
+
+
 def stacks_samples(function: str) -> tuple[Program, dict[str, Any]]:
     """Return steps that wait for four workers, of whose 20 ms for a batch a function of a library's takes 17."""
     program, given = slow_dataset(4 * MS, MS, FORWARD)
@@ -692,6 +701,8 @@ NEARLY: list[Case] = [
     ("loader", *with_workers(0, 64, 20 * MS, launch(NVJET, 5 * MS), wait)),
     ("padding", *padded(950)),
     ("unread-gradients", *frozen(0, 0)),
+    # The GPU is busy, and the values are small.
+    ("waits", *statistics(30, 31, large=False)),
     # Torch's own loss needs few passes, and another loss has no classes.
     ("cross-entropy", *loss_by_hand(SOFTMAX, ADD, SUM)),
     ("cross-entropy", *loss_by_hand(ADD, MUL, SUM, ADD, MUL, SUM)),
@@ -855,6 +866,7 @@ NAMED: dict[str, Case] = {
     "a loss in several modules": ("cross-entropy", *loss_by_hand(SOFTMAX, ADD, SUM, MUL, ADD, SUM)),
     "a loop with copies in it": ("loop", equal_steps(within("forward/model/act", *[*SUMS, move] * 20), wait), {}),
     "samples that torch puts together": ("loader", *stacks_samples("collate.default_collate")),
+    "values that two lines compute and read": ("waits", *statistics(30, 31)),
     "a wait in a library's code": (
         "waits",
         equal_steps(within("forward", *WAITS)),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import groupby
@@ -286,6 +286,17 @@ class Evidence:
         here = [line.path for line in lines if source_line(line) == where]
         is_librarys = any(paths[where][: len(path)] == path != paths[where] for path in here)
         return None if is_librarys or (where.file, where.line) in self.trainer_lines else where
+
+    def shares_of_lines(self, places: Collection[tuple[str | None, int]]) -> Mapping[Place, float]:
+        """Return for each place in which lines call operators their share of the bytes of all that multiply nothing."""
+        run = self.capture.run
+        own, all_bytes = Counter[Place](), Counter[Place]()
+        for line in () if run is None or run.work is None else run.work.lines:
+            if not line.flops:
+                place = _find_place(line.path)
+                all_bytes[place] += line.bytes
+                own[place] += line.bytes * ((line.file, line.line) in places)
+        return {place: own[place] / all_bytes[place] for place in own if own[place]}
 
     def predict(self, changes: Sequence[StepChange]) -> TimeAnswer:
         return self._ask_once(predict_changes, changes)

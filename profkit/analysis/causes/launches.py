@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import PurePath
 from statistics import median
@@ -17,6 +17,7 @@ from profkit.analysis.causes.changes import (
     fuse,
     merge_groups,
     remove_operations,
+    scale_operations,
     stop_chosen_waits,
 )
 from profkit.analysis.causes.evidence import (
@@ -25,6 +26,7 @@ from profkit.analysis.causes.evidence import (
     Cause,
     Evidence,
     Operation,
+    Place,
     SourceLine,
     edits,
     name_ms,
@@ -81,6 +83,9 @@ _READ_AT_ONCE: By = {"least": 0.1, "expected": 0.3, "most": 1.0}
 """The GPU's time for the values of a loop that are computed together, as a share of its time for each by itself."""
 _TENSOR_BYTES = 1024
 """From so many bytes a copy on, a loop reads no values, but tensors: the host computes with them."""
+_COMPUTES = 0.02
+"""A line that reads a value computes it first, if that takes this share of the step."""
+_GONE: By = {"least": 1.0, "expected": 0.95, "most": 0.5}
 _STAYING: By = {"least": 0.01, "expected": 0.05, "most": 0.3}
 """What the GPU takes to compute with tensors itself, as a share of their copies: its memory is that much faster."""
 
@@ -90,14 +95,14 @@ def _waits(evidence: Evidence) -> Iterator[Cause]:
 
     What waits within a trainer, an optimizer or a backward pass is no line of the user's own.
     """
-    waits: dict[tuple[str | None, int], list[LineTime]] = {}
+    waits: list[LineTime] = []
     for line in evidence.lines:
         is_own = line.file is not None and line.thread != "worker" and line.place not in evidence.trainer_lines
         trains = (line.called or "").endswith(_TRAINING)
         is_batch = _moves_to_gpu(evidence, line) and line.waits < _SEVERAL_MOVES
         if is_own and line.waits >= 1 and not trains and not is_batch:
-            waits.setdefault(line.place, []).append(line)
-    for lines in waits.values():
+            waits.append(line)
+    for lines in _group_adjacent(waits):
         line = max(lines, key=lambda line: line.waits)
         count = sum(line.waits for line in lines)
         is_loop = _reads_in_loop(evidence, line)
@@ -105,7 +110,7 @@ def _waits(evidence: Evidence) -> Iterator[Cause]:
         change, changes, edit = (
             _stop_reading_one_by_one(evidence, line, of_tensors=of_tensors)
             if is_loop
-            else _stop_reading(evidence, line)
+            else _stop_reading(evidence, lines)
         )
         # x.sum().item, whose name is ….item, is written .item().
         name = "a call" if line.called is None else line.called.removeprefix("…") + "()"
@@ -124,6 +129,19 @@ def _waits(evidence: Evidence) -> Iterator[Cause]:
         )
 
 
+def _group_adjacent(lines: Iterable[LineTime]) -> Iterator[list[LineTime]]:
+    """Yield lines of one method of a function that stand next to each other, each with what it is in all phases."""
+    groups: list[list[LineTime]] = []
+    for line in sorted(lines, key=lambda line: (line.file or "", line.line)):
+        last = groups[-1][-1] if groups else line
+        is_same = (line.file, line.function, line.method) == (last.file, last.function, last.method)
+        if groups and line.line - last.line <= 1 and (is_same or line.place == last.place):
+            groups[-1].append(line)
+        else:
+            groups.append([line])
+    yield from sorted(groups, key=lambda group: -max(line.time_ns for line in group))
+
+
 def _stop_reading_one_by_one(
     evidence: Evidence, line: LineTime, *, of_tensors: bool
 ) -> tuple[str, Sequence[StepChange], str | None]:
@@ -133,20 +151,43 @@ def _stop_reading_one_by_one(
     return change, _read_at_once(evidence, line, of_tensors=of_tensors), None
 
 
-def _stop_reading(evidence: Evidence, line: LineTime) -> tuple[str, Sequence[StepChange], str | None]:
+def _stop_reading(evidence: Evidence, lines: Sequence[LineTime]) -> tuple[str, Sequence[StepChange], str | None]:
+    line = max(lines, key=lambda line: line.waits)
+    places = {(line.file, line.line) for line in lines}
+    texts = {
+        method: [f"{method}:{file}:{number}" for file, number in sorted(places)] for method in ("no-host", "no-wait")
+    }
     if line.method in _CHECKING:
-        edit = f"no-host:{line.file}:{line.line}"
-        return "check it every 50 steps or so, or not at all", edits(edit), edit
-    change = "keep the value on the GPU, and read it every 50 steps or so"
+        return "check it every 50 steps or so, or not at all", edits(*texts["no-host"]), texts["no-host"][0]
+    computing = [*_stop_computing(evidence, places)] if line.method in _READING else []
+    change = "compute and read it" if computing else "keep the value on the GPU, and read it"
+    change += " every 50 steps or so"
     if _name_inside(line):
         change = f"see what {line.inside} reads there: an argument or a setting may spare it"
     if _moves_to_gpu(evidence, line):
         change = "move what is the same in every step once, before the loop; else pin it, with non_blocking=True"
     # The waits of lines that it calls are theirs, and the edit takes them with its own.
-    if any(each.place == line.place and each.waits >= 1 for each in evidence.facts.callers):
-        return change, [drop_own_waits(line)], None
-    edit = f"no-wait:{line.file}:{line.line}"
-    return change, edits(edit), edit
+    if any(each.place in places and each.waits >= 1 for each in evidence.facts.callers):
+        return change, [*map(drop_own_waits, lines), *computing], None
+    return change, [*edits(*texts["no-wait"]), *computing], texts["no-wait"][0] if len(places) == 1 else None
+
+
+def _stop_computing(evidence: Evidence, places: Collection[tuple[str | None, int]]) -> Iterator[StepChange]:
+    """Yield the changes after which what lines compute is not computed, if the GPU takes long for it."""
+    shares = evidence.shares_of_lines(places)
+    times_ns = Counter[Place]()
+    for one in evidence.kernels:
+        if one.category in OF_CHAINS:
+            times_ns[one.phase, one.module] += one.duration_ns
+    if sum(share * times_ns[place] for place, share in shares.items()) < _COMPUTES * evidence.now_ns:
+        return
+    for place, share in shares.items():
+
+        def holds(one: Operation, place: Place = place) -> bool:
+            return one.category in OF_CHAINS and (one.phase, one.module) == place
+
+        left = {world: 1 - share * gone for world, gone in _GONE.items()}
+        yield scale_operations("read less often", evidence.choose(holds), left, "what else needs the values")
 
 
 def _name_inside(line: LineTime) -> str:
