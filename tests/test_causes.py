@@ -597,6 +597,17 @@ def separate_calls(duration: int, *, is_independent: bool = True) -> tuple[Progr
     return program, {**counted, "lines": [called]}
 
 
+INDEXING = (
+    "void (anonymous namespace)::indexing_backward_kernel_stride_1<float>(long const*, long const*, float const*)"
+)
+
+
+def sums_rows(kernel: str = INDEXING) -> Program:
+    return equal_steps(
+        within("forward/model", launch(NVJET, MS)), within("backward/model", launch(kernel, 4 * MS)), wait
+    )
+
+
 def frozen(early: int, unread: int, first: int = 0) -> tuple[Program, dict[str, Any]]:
     """Return steps with two blocks and a head, of which so many blocks have gradients that no optimizer reads.
 
@@ -701,6 +712,9 @@ NEARLY: list[Case] = [
     ("loader", *with_workers(0, 64, 20 * MS, launch(NVJET, 5 * MS), wait)),
     ("padding", *padded(950)),
     ("unread-gradients", *frozen(0, 0)),
+    # Whoever gathers by an index sums up its gradients, deterministic or not.
+    ("deterministic", sums_rows(), {"conditions": {"deterministic_algorithms": False}}),
+    ("deterministic", sums_rows(NVJET), {"conditions": DETERMINISTIC}),
     # The GPU is busy, and the values are small.
     ("waits", *statistics(30, 31, large=False)),
     # Torch's own loss needs few passes, and another loss has no classes.
@@ -867,6 +881,7 @@ NAMED: dict[str, Case] = {
     "a loop with copies in it": ("loop", equal_steps(within("forward/model/act", *[*SUMS, move] * 20), wait), {}),
     "samples that torch puts together": ("loader", *stacks_samples("collate.default_collate")),
     "values that two lines compute and read": ("waits", *statistics(30, 31)),
+    "gradients that are summed up in order": ("deterministic", sums_rows(), {"conditions": DETERMINISTIC}),
     "a wait in a library's code": (
         "waits",
         equal_steps(within("forward", *WAITS)),

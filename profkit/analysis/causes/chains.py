@@ -16,6 +16,7 @@ from profkit.analysis.causes.evidence import (
     Operation,
     SourceLine,
     source_line,
+    sums_by_index,
 )
 from profkit.analysis.causes.kernels import attention_modules
 from profkit.analysis.step_replay.facts import World
@@ -143,7 +144,7 @@ def _find_chain(evidence: Evidence, step: ReplayedStep, place: ChainPlace) -> li
 
 def _is_link(operation: Operation, skipped: frozenset[str]) -> bool:
     is_moved = operation.category == "copy" and operation.name != FROM_HOST
-    is_own = _FOREACH not in operation.name and not is_recurrent(operation.name)
+    is_own = _FOREACH not in operation.name and not is_recurrent(operation.name) and not sums_by_index(operation)
     is_small = operation.is_alone and is_own and (is_moved or operation.category in OF_CHAINS)
     return is_small and operation.phase != OPTIMIZER and operation.module not in skipped
 

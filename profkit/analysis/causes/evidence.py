@@ -528,6 +528,11 @@ def _find_place(path: Sequence[str]) -> Place:
     return place.phase or OUTSIDE, kind_of(place.modules[-1]) if place.modules else None
 
 
+def sums_by_index(operation: Operation) -> bool:
+    """Return whether it is the kernel of torch that adds sorted rows where an index has one several times."""
+    return "indexing_backward" in operation.name
+
+
 def source_line(line: LineTime | OperatorLine) -> SourceLine:
     assert line.file is not None
     return SourceLine(line.file, line.line, line.function)

@@ -126,7 +126,9 @@ def _describe_line(line: LineTime) -> str:
         return f"{line.called} draws random numbers on the CPU while the GPU waits"
     if line.method in _FACTORIES:
         return f"{line.called} makes a tensor on the CPU while the GPU waits"
-    called = "" if line.called is None else f" ({line.called})" if line.inside is None else f" ({line.inside})"
+    # What it waits in is no place of its Python.
+    inside = line.called if line.inside is None or line.waits else line.inside
+    called = "" if inside is None else f" ({inside})"
     return f"Python in {line.function}{called} keeps the GPU waiting"
 
 

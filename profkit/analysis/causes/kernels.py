@@ -39,6 +39,8 @@ _LAYOUTS_LEFT: By = {"least": 0.0, "expected": 0.0, "most": 0.4}
 _LEFT: By = {"least": 0.0, "expected": 0.0, "most": 0.1}
 _OF_BANDWIDTH: By = {"least": 0.95, "expected": 0.8, "most": 0.6}
 _MISALIGNED = re.compile(r"_align[12](?!\d)")
+_CONVERTED = 0.25
+"""A model whose images have the wrong layout converts it for most convolutions, another for few."""
 _CONVERTS = re.compile(r"nchwToNhwc|nhwcToNchw", re.IGNORECASE)
 _CHANGES_LAYOUT = re.compile(r"(?<![a-z]_)elementwise_kernel<.*nocast<at::native::direct_copy_kernel")
 """ATen's copy of a tensor whose elements lie in another order, in its own type."""
@@ -338,7 +340,8 @@ def attention_modules(evidence: Evidence) -> frozenset[str]:
 def _layout_conversions(evidence: Evidence) -> Iterator[Cause]:
     """Convolutions whose kernels want another order of the axes than the tensors have."""
     kernels = [one for one in evidence.kernels if _CONVERTS.search(one.name)]
-    if kernels:
+    convolutions = sum(is_convolution(one.name) and one not in kernels for one in evidence.kernels)
+    if kernels and len(kernels) >= _CONVERTED * convolutions:
         yield Cause(
             code="channels-last",
             cause=f"{len(kernels)} kernels a step convert the layout of images",

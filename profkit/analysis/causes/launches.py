@@ -32,6 +32,7 @@ from profkit.analysis.causes.evidence import (
     name_ms,
     name_times,
     source_line,
+    sums_by_index,
 )
 from profkit.analysis.lines import find_lines
 from profkit.analysis.ranks.comparison import RankSummary
@@ -57,6 +58,8 @@ _TORCHS_FILLS: By = {"least": 1.0, "expected": 0.95, "most": 0.6}
 """Which share of fills is torch's own, in a program that lets it fill what it allocates."""
 _FILLS_PYTHON: By = {"least": 1.0, "expected": 0.5, "most": 0.0}
 """Which share of Python before the launch of a fill goes with it; the rest is that of the operation that allocates."""
+_IN_ANY_ORDER: By = {"least": 0.02, "expected": 0.1, "most": 0.6}
+"""What sums by index take of their time where rows are added in any order, or by an operation's own kernel."""
 _READING = ("item", "tolist", "cpu", "numpy", "nonzero", "unique", "masked_select", "any", "all", "equal", "allclose")
 _CHECKING = ("any", "all", "equal", "allclose", "isnan", "isfinite", "isinf")
 """Methods and functions whose line does nothing but check: what it computes goes with its wait."""
@@ -391,28 +394,45 @@ def _zeroed_gradients(evidence: Evidence) -> Iterator[Cause]:
         )
 
 
-def _filled_memory(evidence: Evidence) -> Iterator[Cause]:
+def _deterministic(evidence: Evidence) -> Iterator[Cause]:
     """Deterministic algorithms fill each tensor that torch allocates, so that nothing reads what nobody wrote.
 
-    Where a program fills tensors itself, too, its fills follow on torch's: they are not known apart.
+    Where a program fills tensors itself, too, its fills follow on torch's: they are not known apart. What is gathered
+    by an index, or interpolated, has its gradients summed up one row after another.
     """
     is_on = evidence.condition("deterministic_algorithms") is True
     fills = evidence.condition("fills_uninitialized_memory") is not False
-    filling = [one for one in evidence.kernels if _is_fill(one)]
-    if filling and is_on and fills:
+    filling = [one for one in evidence.kernels if _is_fill(one)] if is_on and fills else []
+    summing = [one for one in evidence.kernels if sums_by_index(one)] if is_on else []
+    if not filling and not summing:
+        return
+    changes, what, settings = [], [], ["torch.use_deterministic_algorithms(False)"]
+    if filling:
         choose = evidence.choose(_is_fill)
-        yield Cause(
-            code="deterministic",
-            cause="deterministic algorithms fill all memory that torch allocates",
-            detail=f", {len(filling):,} launches a step",
-            change="torch.utils.deterministic.fill_uninitialized_memory = False, "
-            "or torch.use_deterministic_algorithms(False)",
-            changes=[
-                drop_some_launches("deterministic", choose, _TORCHS_FILLS, _FILLS_PYTHON, "which fills torch adds")
-            ],
-            costs="results may differ from run to run: with the first, only where memory is read that nothing wrote",
-            evidence={"launches": len(filling), "fill_ns": sum(one.duration_ns for one in filling)},
+        changes.append(
+            drop_some_launches("deterministic", choose, _TORCHS_FILLS, _FILLS_PYTHON, "which fills torch adds")
         )
+        what.append("fill all memory that torch allocates")
+    if summing:
+        choose = evidence.choose(sums_by_index)
+        changes.append(scale_operations("deterministic", choose, _IN_ANY_ORDER, "how fast sums in any order are"))
+        what.append("sum up gradients by index in order")
+    else:
+        settings.insert(0, "torch.utils.deterministic.fill_uninitialized_memory = False")
+    yield Cause(
+        code="deterministic",
+        cause=f"deterministic algorithms {' and '.join(what)}",
+        detail=f", by {len(filling) + len(summing):,} of the step's launches",
+        change=", or ".join(settings),
+        changes=changes,
+        costs="results may differ from run to run"
+        + (": with the first, only where memory is read that nothing wrote" if len(settings) > 1 else ""),
+        evidence={
+            "launches": len(filling) + len(summing),
+            "fill_ns": sum(one.duration_ns for one in filling),
+            "sum_ns": sum(one.duration_ns for one in summing),
+        },
+    )
 
 
 def _is_fill(operation: Operation) -> bool:
@@ -496,7 +516,7 @@ def _waits_itself(line: LineTime) -> bool:
     return not line.called or line.method in _READING or line.called.startswith(_READING_FUNCTIONS)
 
 
-LAUNCHES = (_waits, _optimizer, _written_optimizer, _small_groups, _zeroed_gradients, _filled_memory, _compile)
+LAUNCHES = (_waits, _optimizer, _written_optimizer, _small_groups, _zeroed_gradients, _deterministic, _compile)
 
 _WHY_LATE: dict[WhyLate, tuple[str, str]] = {
     "data": ("waits for data", "make this rank's batches as fast as the others'"),
