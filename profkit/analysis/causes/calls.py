@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
-from statistics import median, mode
+from statistics import median
 
 from profkit.analysis.causes.changes import NOTHING, By, fuse, remove_operations
 from profkit.analysis.causes.evidence import Cause, Evidence, SourceLine, name_times, source_line
@@ -87,13 +88,19 @@ def _separate_calls(evidence: Evidence) -> Iterator[Cause]:
 
 
 def _group_alike(evidence: Evidence, step: ReplayedStep, module: str) -> list[list[int]]:
-    """Return the operations of a module's calls that do the same, the first of each call together, and so on."""
-    groups: list[list[int]] = []
+    """Return the operations of a module's calls that do the same: the first of a name of each call, the second, ….
+
+    The first call may do more, such as casts of weights.
+    """
+    operations, groups = evidence.operations(step), defaultdict[tuple[str, str, int], list[int]](list)
     for phase in (FORWARD, BACKWARD):
-        calls = evidence.operations_in(step, evidence.module_ranges.get((phase, module), ()))
-        usual = mode(map(len, calls)) if calls else 0
-        groups += map(list, zip(*(call for call in calls if len(call) == usual), strict=True))
-    return groups
+        for call in evidence.operations_in(step, evidence.module_ranges.get((phase, module), ())):
+            count = Counter[str]()
+            for row in call:
+                name = operations[row].name
+                groups[phase, name, count[name]].append(row)
+                count[name] += 1
+    return [group for group in groups.values() if len(group) > 1]
 
 
 def _size_of_all(world: World, durations: Sequence[int]) -> float:

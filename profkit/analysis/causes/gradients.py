@@ -67,7 +67,7 @@ def _find_needless(
     Of modules of one kind backward comes to the first ones last. Of a product's two gradients that of what comes in is
     the first, and the parameter's the second; that of a bias is a sum.
     """
-    own: defaultdict[str, list[Operation]] = defaultdict(list)
+    own, passes = defaultdict[str, list[Operation]](list), max(1, round(evidence.summary.passes or 1))
     for one in evidence.operations(step):
         if one.phase == BACKWARD and one.module is not None and kind_of(one.module) in by_module:
             own[one.module].append(one)
@@ -78,11 +78,11 @@ def _find_needless(
         products = [one for one in operations[:rest] if one.category in PRODUCTS]
         sums = [one for one in operations[:rest] if one.category == "reduction"]
         added = [one for one in operations[:rest] if "CUDAFunctor_add" in one.name]
-        left = max(1, unread.instances - unread.early)
-        of_parameters, of_inputs = max(0, unread.unread - unread.early) / left, unread.first / left
-        parts = (products[1::2], of_parameters), (sums, of_parameters), (products[::2], of_inputs), (added, of_inputs)
-        for part, share in parts:
+        share = max(0, unread.unread - unread.early) / max(1, unread.instances - unread.early)
+        for part in (products[1::2], sums):
             yield from part[len(part) - round(share * len(part)) :]
+        for part in (products[::2], added):
+            yield from part[-unread.first * passes :] if unread.first else ()
 
 
 def _outermost(by_module: Mapping[str, UnreadGradients]) -> list[str]:
