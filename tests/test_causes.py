@@ -635,6 +635,9 @@ def table(used: int, *, is_unread: bool = False) -> tuple[Program, dict[str, Any
     return program, {**counted, "conditions": {"optimizers": [{**ADAMW, "fused": True, "parameter_bytes": 4 * MIB}]}}
 
 
+IN_MODEL = equal_steps(
+    within("forward", python(4 * MS), launch(NVJET, MS)), within("backward", launch(NVJET, MS)), wait
+)
 LATE = equal_steps(python(4 * MS), FORWARD)
 MADE_ON_CPU = equal_steps(python(4 * MS), copy(2 * MS), FORWARD)
 LONG = within("forward", launch(NVJET, 100_000, 100))
@@ -715,6 +718,8 @@ NEARLY: list[Case] = [
     # Whoever gathers by an index sums up its gradients, deterministic or not.
     ("deterministic", sums_rows(), {"conditions": {"deterministic_algorithms": False}}),
     ("deterministic", sums_rows(NVJET), {"conditions": DETERMINISTIC}),
+    # All Python of a library's model lies behind the line that calls it.
+    ("python", IN_MODEL, {"lines": [line(4 * MS, "forward", "model"), line(MS, "backward", "loss.backward", line=31)]}),
     # The GPU is busy, and the values are small.
     ("waits", *statistics(30, 31, large=False)),
     # Torch's own loss needs few passes, and another loss has no classes.
@@ -849,6 +854,11 @@ PADDED = {
 }
 
 NAMED: dict[str, Case] = {
+    "a line of the model's own code": (
+        "python",
+        IN_MODEL,
+        {"lines": [line(4 * MS, "forward", "draw", function="call")]},
+    ),
     "a line outside of the phases": ("python", LATE, {"lines": [*BATCH["lines"], line(MS // 100, line=31)]}),
     "a tensor made on the CPU": ("made-on-cpu", MADE_ON_CPU, {"lines": [line(4 * MS, called="torch.randn")]}),
     "a tensor of Python's numbers, whose move waits": ("python", made_in_python(), python_numbers("torch.tensor")),

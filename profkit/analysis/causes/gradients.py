@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
 from profkit.analysis.causes.changes import NOTHING, By, remove_operations, scale_operations
-from profkit.analysis.causes.evidence import Cause, Evidence, Interval, Operation
+from profkit.analysis.causes.evidence import WORTH_COMPILING, Cause, Evidence, Interval, Operation
 from profkit.analysis.step_replay.predict import StepChange
 from profkit.analysis.step_replay.steps import ReplayedStep
 from profkit.analysis.summary import PRODUCTS
@@ -136,6 +136,7 @@ def _dense_tables(evidence: Evidence) -> Iterator[Cause]:
             ),
         ],
         costs="rows move only in steps that use them: no weight decay or momentum of the others",
+        worth=WORTH_COMPILING,
         evidence={"zero_bytes": sum(zeros.values()), "rows": sum(table.rows for table in tables)},
     )
 

@@ -145,13 +145,17 @@ def _group_lines(evidence: Evidence) -> Iterator[Sequence[LineTime]]:
     # What moving a worker's batch takes is that of its memory, which is not pinned: a row of its own.
     moves_pageable = bool(evidence.facts.workers and evidence.pageable_copies)
     known = (*evidence.lines, *evidence.facts.callers)
-    trainers = {line.place for line in known if line.phase in (BACKWARD, OPTIMIZER)}
+    training = [line for line in known if line.phase in (BACKWARD, OPTIMIZER)]
+    trainers, loops = {line.place for line in training}, {(line.file, line.function) for line in training}
     limiting_lines = []
     for line in evidence.lines:
         phase = line.phase or OUTSIDE
         paused_ns = min(limiting.get((line.file or "", line.line, phase), 0), pauses.get(phase, 0))
         is_long = line.own_ns >= _LEAST_SHARE * evidence.now_ns and paused_ns >= _COVERED * line.own_ns
-        is_plain = line.place not in trainers and not _launches(line) and not (line.is_move and moves_pageable)
+        # In the function that trains, what lies in a forward pass is the call of the model: all of a library's Python.
+        is_models = line.phase == FORWARD and (line.file, line.function) in loops
+        is_plain = line.place not in trainers and not is_models and not _launches(line)
+        is_plain = is_plain and not (line.is_move and moves_pageable)
         if line.thread == "main" and phase != DATA and is_long and is_plain:
             limiting_lines.append(line)
     yield from group_nearby(limiting_lines)
