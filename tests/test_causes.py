@@ -538,11 +538,11 @@ def restarts(start_ns: int, batches: int = 10) -> tuple[Program, dict[str, Any]]
     return program, {**given, "processes": [{"pid": 7, "loading": loading}]}
 
 
-def padded(in_longest: int) -> tuple[Program, dict[str, Any]]:
-    """Return steps of 16 ms of kernels that depend on the samples, and 1 ms of the optimizer's."""
+def padded(in_longest: int, used: int | None = None) -> tuple[Program, dict[str, Any]]:
+    """Return steps of 16 ms of kernels that depend on 1,000 positions of samples, and 1 ms of the optimizer's."""
     phases = [within(phase, launch(NVJET, MS, 8)) for phase in ("forward", "backward")]
     program = equal_steps(*phases, within("optimizer", launch(NVJET, MS)), wait)
-    return program, works(padding={"positions": 1000, "in_longest": in_longest, "used": in_longest // 2})
+    return program, works(padding={"positions": 1000, "in_longest": in_longest, "used": used or in_longest})
 
 
 def with_memory(held: int) -> dict[str, Any]:
@@ -714,6 +714,7 @@ NEARLY: list[Case] = [
     # Each takes as long for its batches as four steps.
     ("loader", *with_workers(0, 64, 20 * MS, launch(NVJET, 5 * MS), wait)),
     ("padding", *padded(950)),
+    ("padding", *padded(950, 760)),
     ("unread-gradients", *frozen(0, 0)),
     # Whoever gathers by an index sums up its gradients, deterministic or not.
     ("deterministic", sums_rows(), {"conditions": {"deterministic_algorithms": False}}),
@@ -887,6 +888,7 @@ NAMED: dict[str, Case] = {
     "the same, and most of the step is the wait": ("loader", *slow_dataset(55 * MS, 190 * MS, batch_ns=220 * MS)),
     "the same, which a full queue hides": ("loader", *slow_dataset(0, 15 * MS, launch(NVJET, 2 * MS), wait)),
     "samples that are padded": ("padding", *padded(250)),
+    "samples of unlike lengths": ("padding", *padded(1_000, 600)),
     "a loss in several modules": ("cross-entropy", *loss_by_hand(SOFTMAX, ADD, SUM, MUL, ADD, SUM)),
     "a loop with copies in it": ("loop", equal_steps(within("forward/model/act", *[*SUMS, move] * 20), wait), {}),
     "samples that torch puts together": ("loader", *stacks_samples("collate.default_collate")),

@@ -10,6 +10,7 @@ from profkit.analysis.causes.changes import batches_every, keep_workers, scale_o
 from profkit.analysis.causes.evidence import (
     DRAINED_STEP,
     MEAN_STEP,
+    WORTH_COMPILING,
     Cause,
     Evidence,
     edits,
@@ -31,7 +32,10 @@ _MANY_WORKERS = 64
 """More are not advised where the number of CPUs is unknown."""
 _TOO_SLOW = 1.1
 """Workers that take by so much longer than the step will be waited for, however their queue hides it."""
-_LEAST_PADDING = 0.1
+_LEAST_PADDING, _UNLIKE = 0.1, 0.25
+"""Shares of padding that are much: beyond a batch's longest sample, and beside it, where samples differ."""
+_OF_LIKE = 0.85
+"""Which share of that padding goes where samples of like lengths are together."""
 _SPARE = 2.0
 """By how much workers that keep up are faster than the step: batches come unevenly, so that at 1.5 it waits."""
 _NEARLY = 2.0
@@ -241,7 +245,7 @@ def _costliest_line(evidence: Evidence) -> LineTime | None:
 
 
 def _padding(evidence: Evidence) -> Iterator[Cause]:
-    """Samples are padded to a length that none of their batch has, and all of it is computed."""
+    """Samples are padded to a length that none of their batch has, or few have, and all of it is computed."""
     cause, phases = describe_padding(evidence), (FORWARD, LOSS, BACKWARD)
     if cause is not None:
         chosen = evidence.choose(lambda one: one.phase in phases)
@@ -255,22 +259,39 @@ def describe_padding(evidence: Evidence) -> Cause | None:
     """Return the cause that much of what is computed is padding, without what the step is without it; None if not."""
     run = evidence.capture.run
     padding = None if run is None or run.work is None else run.work.padding
-    if padding is None or padding.in_longest >= (1 - _LEAST_PADDING) * padding.positions:
+    if padding is None or not padding.in_longest:
         return None
-    share = 1 - padding.in_longest / padding.positions
+    left, of_used = padding.in_longest / padding.positions, padding.used / padding.in_longest
+    share, detail, worth = 1 - left, " beyond the longest sample of the batch", WORTH
+    change = 'pad each batch to its longest sample (padding=True or "longest" in the collator)'
+    costs = "shapes that change from step to step"
+    if left >= 1 - _LEAST_PADDING:
+        if of_used >= 1 - _UNLIKE:
+            return None
+        share = 1 - padding.used / padding.positions
+        left *= 1 - (1 - of_used) * _OF_LIKE
+        detail, worth = " beside longer samples of the batch", WORTH_COMPILING
+        change = "batches of samples of like lengths (group_by_length), or several samples packed into one"
+        costs = "the order of samples is less random"
     return Cause(
         code="padding",
         cause=f"{100 * share:.0f} % of what the model computes is padding",
-        detail=" beyond the longest sample of the batch",
-        change='pad each batch to its longest sample (padding=True or "longest" in the collator)',
-        costs="shapes that change from step to step",
-        evidence={"positions": padding.positions, "in_longest": padding.in_longest, "used": padding.used},
+        detail=detail,
+        change=change,
+        costs=costs,
+        worth=worth,
+        evidence={
+            "positions": padding.positions,
+            "in_longest": padding.in_longest,
+            "used": padding.used,
+            "left": round(left, 4),
+        },
     )
 
 
 def shares_without_padding(cause: Cause) -> dict[World, float]:
     """Return what passes take of their time without it: attention less than their share, small kernels more."""
-    left = float(cause.evidence["in_longest"]) / float(cause.evidence["positions"])
+    left = float(cause.evidence["left"])
     return {"least": 0.9 * left, "expected": left, "most": left + 0.2 * (1 - left)}
 
 
