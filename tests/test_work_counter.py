@@ -528,6 +528,23 @@ def test_calls_of_a_module_that_need_no_other_are_found(needs: str, calls: int) 
     assert found == ((IndependentCalls("model", calls),) if needs == "nothing" else ())
 
 
+def test_parameters_that_nobody_can_follow_are_a_reason_to_count_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise RuntimeError("no storage")
+
+    hooks, optimizer = _hooks(), torch.optim.SGD([nn.Parameter(torch.zeros(2))])
+    hooks.optimizers.note_step(optimizer)
+    monkeypatch.setattr("profkit.capture.work.gradients.storage_of", fail)
+    step = CountedStep(Order(str(tmp_path), "kineto", 2, 2, flops="plain", annotate=True), hooks)
+    step.begin(None)
+    assert (step.is_on, step.why_not) == (False, "RuntimeError: no storage")
+    assert not hooks.is_recording
+    step.end()
+    assert not list(tmp_path.iterdir())
+
+
 def test_modes_of_the_program_stay_as_it_puts_them_on_and_takes_them_off(tmp_path: Path) -> None:
     step = CountedStep(Order(str(tmp_path), "kineto", 2, 2, flops="plain"), _hooks())
     with FlopCounterMode(display=False):

@@ -133,14 +133,18 @@ class CountedStep:
         if forbidden is not None or rank:
             self.why_not = forbidden
             return
+        trained = [one for model in self._hooks.steps.models for one in model.parameters() if one.requires_grad]
+        try:
+            self._counter = WorkCounter(self._hooks.optimizers.parameters(), trained)
+        except Exception as error:  # a parameter of which nobody can say where it lies
+            self.why_not, self.is_on = describe_error(error), False
+            return
         self._hooks.steps.settle()
         if self._order.annotate:
             self._hooks.start()
         if not self._order.own_steps:
             # Where nsys records the whole process it sees this step too: not as one of those that were asked for.
             self._around.enter_context(annotate(WARMUP))
-        trained = [one for model in self._hooks.steps.models for one in model.parameters() if one.requires_grad]
-        self._counter = WorkCounter(self._hooks.optimizers.parameters(), trained)
         self._hooks.on_backward, self._hooks.on_call = self._counter.backward_begins, self._counter.model_called
         self._hooks.on_optimizer = self._optimizer_stepped
         self._counter.start()

@@ -6,10 +6,9 @@ from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from profkit.capture.work import Instance
-from profkit.capture.work.operator_work import OperatorWork
+from profkit.capture.work.operator_work import Buffers, OperatorWork, storage_of
 from profkit.names import FORWARD, kind_of
 from profkit.run.work import UnreadGradients
 
@@ -24,8 +23,8 @@ class GradientFlow:
     """
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
-        self._kept = [StorageWeakRef(one.untyped_storage()) for one in parameters]
-        self.weights: set[Hashable] = {one.cdata for one in self._kept}
+        self._kept: Buffers = {}
+        self.weights: set[Hashable] = {storage_of(one, self._kept) for one in parameters}
         """Their memory, and that of their casts."""
         self._made: dict[Hashable, Instance] = {}
         """Other memory that depends on them, and what made it."""

@@ -145,8 +145,8 @@ class _Operator:
         return str(self.func.name()) if hasattr(self.func, "name") else str(self.func)
 
     def is_view(self, buffers: Buffers) -> bool:
-        keys = {_storage(one, buffers) for one in self.operands}
-        return bool(self.outputs) and all(_storage(one, buffers) in keys for one in self.outputs)
+        keys = {storage_of(one, buffers) for one in self.operands}
+        return bool(self.outputs) and all(storage_of(one, buffers) in keys for one in self.outputs)
 
     def touched(self, buffers: Buffers) -> tuple[tuple[Access, ...], tuple[Access, ...]]:
         unread = self._unread()
@@ -172,7 +172,8 @@ class _Operator:
         return int(count) * int(self.given[name].element_size())
 
 
-def _storage(tensor: Tensor, buffers: Buffers) -> Hashable:
+def storage_of(tensor: Tensor, buffers: Buffers) -> Hashable:
+    """Return what stands for a tensor's memory, which ``buffers`` keeps from being taken for other memory."""
     if tensor.layout != torch.strided or tensor.is_nested:
         return id(tensor)
     storage = StorageWeakRef(tensor.untyped_storage())
@@ -183,7 +184,7 @@ def _access(tensor: Tensor, limit: int | None, buffers: Buffers) -> Access | Non
     """Return what is touched of a tensor: no more than ``limit`` bytes; None for sparse and nested ones."""
     if tensor.layout != torch.strided or tensor.is_nested:
         return None
-    key = _storage(tensor, buffers)
+    key = storage_of(tensor, buffers)
     part = _part(tensor)
     size = tensor.element_size()
     for _, length in part:
