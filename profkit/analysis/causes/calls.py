@@ -61,11 +61,10 @@ def unread_graphs(evidence: Evidence) -> Iterator[str]:
 
 def _separate_calls(evidence: Evidence) -> Iterator[Cause]:
     """A module is called for each sample, say, though none of these calls needs what another of them made."""
-    run = evidence.capture.run
-    if evidence.step is None or run is None or run.work is None:
+    if evidence.step is None or evidence.work is None:
         return
     durations = evidence.step.columns.duration_ns
-    for calls in run.work.independent_calls:
+    for calls in evidence.work.independent_calls:
         groups = _group_alike(evidence, evidence.step, calls.module)
         times_ns = [durations[row] for group in groups for row in group]
         if not times_ns:

@@ -120,16 +120,8 @@ def _find_loss(evidence: Evidence, step: ReplayedStep) -> list[Run]:
 
 
 def _find_runs(evidence: Evidence, step: ReplayedStep) -> list[Run]:
-    skipped, awaited = attention_modules(evidence), _find_awaited(step)
-    return evidence.runs(
-        step, lambda one: _is_link(one, skipped) and not (one.category == "copy" and one.call in awaited)
-    )
-
-
-def _find_awaited(step: ReplayedStep) -> set[int]:
-    """Return the calls for whose operations the host waits."""
-    waits = step.columns.waits_among(range(len(step.columns.kind)))
-    return {call - before for call in waits for before in (0, 1)}
+    skipped, awaited = attention_modules(evidence), {one.at for one in evidence.awaited_copies(step)}
+    return evidence.runs(step, lambda one: _is_link(one, skipped) and one.at not in awaited)
 
 
 def _find_chain(evidence: Evidence, step: ReplayedStep, place: ChainPlace) -> list[Run]:

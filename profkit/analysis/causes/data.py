@@ -257,8 +257,7 @@ def _padding(evidence: Evidence) -> Iterator[Cause]:
 
 def describe_padding(evidence: Evidence) -> Cause | None:
     """Return the cause that much of what is computed is padding, without what the step is without it; None if not."""
-    run = evidence.capture.run
-    padding = None if run is None or run.work is None else run.work.padding
+    padding = None if evidence.work is None else evidence.work.padding
     if padding is None or not padding.in_longest:
         return None
     left, of_used = padding.in_longest / padding.positions, padding.used / padding.in_longest

@@ -39,7 +39,7 @@ from profkit.names import BACKWARD, FORWARD, STEP, kind_of
 from profkit.run.edits import parse_edits
 from profkit.run.lines import LineTime, join_at_places, lines_of_trainers
 from profkit.run.manifest import Manifest, find_condition
-from profkit.run.work import OperatorLine
+from profkit.run.work import OperatorLine, RunWork
 from profkit.trace.columns import distinct_values
 from profkit.trace.nesting import NO_RANGE
 
@@ -254,13 +254,20 @@ class Evidence:
         """What the GPU can do at most, None if that is not known."""
         return None if self.summary.work is None else self.summary.work.peaks
 
+    @property
+    def work(self) -> RunWork | None:
+        """What a step was counted to do, None if none was."""
+        return None if self.capture.run is None else self.capture.run.work
+
+    @property
+    def operator_lines(self) -> Sequence[OperatorLine]:
+        return () if self.work is None else self.work.lines
+
     @cached_property
     def work_by_place(self) -> dict[Place, PlaceWork]:
         """What the ranges of each place do in a step without the ranges in them; empty where none was counted."""
-        run = self.capture.run
-        ranges = () if run is None or run.work is None else run.work.ranges
         found: dict[Place, PlaceWork] = {}
-        for work in ranges:
+        for work in () if self.work is None else self.work.ranges:
             flops, dtypes = work.flops_of(work.instances), work.flops_by_dtype
             dtype = max(dtypes, key=lambda name: dtypes[name], default="")
             for path, sign in ((work.path, 1), (work.path[:-1], -1)):
@@ -272,26 +279,23 @@ class Evidence:
 
     def find_operator_line(self, module: str | None, calls: Callable[[OperatorLine], float]) -> SourceLine | None:
         """Return the line for which ``calls`` is largest among those that call operators in a module itself."""
-        run = self.capture.run
-        lines = () if run is None or run.work is None else run.work.lines
         weights: defaultdict[SourceLine, float] = defaultdict(float)
         paths: dict[SourceLine, tuple[str, ...]] = {}
-        for line in lines:
+        for line in self.operator_lines:
             if calls(line) > 0 and _find_place(line.path)[1] == module:
                 weights[source_line(line)] += calls(line)
                 paths.setdefault(source_line(line), line.path)
         if not weights:
             return None
         where = max(weights, key=lambda where: weights[where])
-        here = [line.path for line in lines if source_line(line) == where]
+        here = [line.path for line in self.operator_lines if source_line(line) == where]
         is_librarys = any(paths[where][: len(path)] == path != paths[where] for path in here)
         return None if is_librarys or (where.file, where.line) in self.trainer_lines else where
 
     def shares_of_lines(self, places: Collection[tuple[str | None, int]]) -> Mapping[Place, float]:
         """Return for each place in which lines call operators their share of the bytes of all that multiply nothing."""
-        run = self.capture.run
         own, all_bytes = Counter[Place](), Counter[Place]()
-        for line in () if run is None or run.work is None else run.work.lines:
+        for line in self.operator_lines:
             if not line.flops:
                 place = _find_place(line.path)
                 all_bytes[place] += line.bytes
@@ -503,6 +507,12 @@ class Evidence:
         ]
         return round(median(times)) if times else 0
 
+    def awaited_copies(self, step: ReplayedStep) -> list[Operation]:
+        """Return the copies, to the GPU or from it, for which the host waits."""
+        waits = {*step.columns.waits_among(range(len(step.columns.kind)))}
+        copies = [one for one in self.operations(step) if one.category == "copy"]
+        return [one for one in copies if {one.call, one.call + 1} & waits]
+
     def choose(self, holds: Callable[[Operation], bool]) -> Callable[[ReplayedStep], list[int]]:
         """Return what chooses the operations of any recorded step for which a condition holds."""
         return lambda step: [operation.at for operation in self.operations(step) if holds(operation)]
@@ -526,6 +536,11 @@ def _communication_ns(replay: StepReplay) -> int:
 def _find_place(path: Sequence[str]) -> Place:
     place = read_place([(name, "") for name in path])
     return place.phase or OUTSIDE, kind_of(place.modules[-1]) if place.modules else None
+
+
+def is_part(module: str | None, of: str) -> bool:
+    """Return whether a module lies in another one, by their names."""
+    return module is not None and module.startswith(f"{of}.")
 
 
 def sums_by_index(operation: Operation) -> bool:

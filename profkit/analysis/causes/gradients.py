@@ -6,13 +6,13 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
 from profkit.analysis.causes.changes import NOTHING, By, remove_operations, scale_operations
-from profkit.analysis.causes.evidence import WORTH_COMPILING, Cause, Evidence, Interval, Operation
+from profkit.analysis.causes.evidence import WORTH_COMPILING, Cause, Evidence, Interval, Operation, is_part
 from profkit.analysis.step_replay.predict import StepChange
 from profkit.analysis.step_replay.steps import ReplayedStep
 from profkit.analysis.summary import PRODUCTS
 from profkit.names import BACKWARD, OPTIMIZER, kind_of
 from profkit.run.manifest import used_optimizers
-from profkit.run.work import DenseTable, RunWork, UnreadGradients
+from profkit.run.work import DenseTable, UnreadGradients
 
 _OF_DENSE: By = {"least": 0.02, "expected": 0.1, "most": 0.4}
 """What steps of rows take of the time for a dense gradient's zeros."""
@@ -26,7 +26,7 @@ def _unread_gradients(evidence: Evidence) -> Iterator[Cause]:
     Nothing of backward is needed before the first parameter that is stepped, nor the gradient of what comes in there;
     after it, all but the products for the parameters' own gradients is.
     """
-    work = _find_work(evidence)
+    work = evidence.work
     if evidence.step is None or work is None or not work.unread_gradients:
         return
     by_module = {unread.module: unread for unread in work.unread_gradients}
@@ -88,25 +88,21 @@ def _find_needless(
 def _outermost(by_module: Mapping[str, UnreadGradients]) -> list[str]:
     """Return the outermost modules of which all is early, and those elsewhere whose own gradients nobody reads."""
     early = [name for name, unread in by_module.items() if unread.early == unread.instances]
-    whole = [name for name in early if _within(name, by_module) and not any(_is_part(name, other) for other in early)]
+    whole = [name for name in early if _within(name, by_module) and not any(is_part(name, other) for other in early)]
     others = [name for name, unread in by_module.items() if unread.parameters]
-    return [*whole, *(name for name in others if name not in whole and not any(_is_part(name, one) for one in whole))]
+    return [*whole, *(name for name in others if name not in whole and not any(is_part(name, one) for one in whole))]
 
 
 def _within(module: str, values: Mapping[str, int | UnreadGradients]) -> dict[str, int]:
     """Return of some modules those that lie in one, with what is known of them; gradients by their parameters."""
-    inside = {name: value for name, value in values.items() if name == module or _is_part(name, module)}
+    inside = {name: value for name, value in values.items() if name == module or is_part(name, module)}
     counts = {name: value if isinstance(value, int) else value.parameters for name, value in inside.items()}
     return {name: count for name, count in counts.items() if count}
 
 
-def _is_part(module: str, of: str) -> bool:
-    return module.startswith(f"{of}.")
-
-
 def _dense_tables(evidence: Evidence) -> Iterator[Cause]:
     """Embedding tables whose gradients are mostly zeros, which are written, read and stepped like all others."""
-    work, optimizers = _find_work(evidence), used_optimizers(evidence.manifest)
+    work, optimizers = evidence.work, used_optimizers(evidence.manifest)
     parameter_bytes = sum(used.parameter_bytes for used in optimizers)
     if evidence.step is None or work is None or not parameter_bytes:
         return
@@ -147,11 +143,6 @@ def _count_zeros(table: DenseTable) -> int:
 
 def _share_of_zeros(tables: Sequence[DenseTable]) -> float:
     return sum(map(_count_zeros, tables)) / max(1, sum(table.bytes for table in tables))
-
-
-def _find_work(evidence: Evidence) -> RunWork | None:
-    run = evidence.capture.run
-    return None if run is None else run.work
 
 
 GRADIENTS = (_unread_gradients, _dense_tables)

@@ -21,6 +21,7 @@ from profkit.analysis.causes.evidence import (
     Operation,
     Place,
     edits,
+    is_part,
     source_line,
 )
 from profkit.analysis.kernels import product_dtype
@@ -118,10 +119,10 @@ def _left_out_of_autocast(evidence: Evidence) -> Iterator[Cause]:
     is_rare = others[False] < max(others[True], _HARDLY_ANY * time_ns)
     if not modules or is_rare or (dtypes is not None and not dtypes):
         return
-    outer = [module for module in modules if not any(_is_part(module, other) for other in modules)]
+    outer = [module for module in modules if not any(is_part(module, other) for other in modules)]
     cost = Counter[str]()
     for one in chosen:
-        (module,) = (module for module in outer if one.module == module or _is_part(one.module, module))
+        (module,) = (module for module in outer if one.module == module or is_part(one.module, module))
         cost[module] += one.duration_ns
     first, *further = sorted(outer, key=lambda module: -cost[module])
     attention = sum(one.category == "attention" for one in chosen)
@@ -366,7 +367,7 @@ def _undone_layouts(evidence: Evidence) -> Iterator[Cause]:
     own = {
         one.module
         for one in copies
-        if one.module and one.module not in convolutions | norms and any(_is_part(part, one.module) for part in again)
+        if one.module and one.module not in convolutions | norms and any(is_part(part, one.module) for part in again)
     }
     if own:
         places = own | again
@@ -394,10 +395,6 @@ def _changes_layout(operation: Operation) -> bool:
 
 def _is_channels_last(operation: Operation) -> bool:
     return is_convolution(operation.name) and "nhwc" in operation.name.lower()
-
-
-def _is_part(module: str | None, of: str) -> bool:
-    return module is not None and module.startswith(f"{of}.")
 
 
 def _busiest(operations: Sequence[Operation]) -> str | None:

@@ -201,7 +201,7 @@ def _name_inside(line: LineTime) -> str:
 def _moves_to_gpu(evidence: Evidence, line: LineTime) -> bool:
     if not line.is_move or evidence.step is None:
         return line.is_move
-    copies = _find_awaited_copies(evidence, evidence.step, line.phase or OUTSIDE)
+    copies = [one for one in evidence.awaited_copies(evidence.step) if one.phase == (line.phase or OUTSIDE)]
     to_gpu = sum(one.name == FROM_HOST for one in copies)
     return to_gpu >= round(line.waits) or len(copies) - to_gpu < round(line.waits)
 
@@ -243,17 +243,11 @@ def _read_at_once(evidence: Evidence, line: LineTime, *, of_tensors: bool) -> li
 
 def _find_reading_loops(evidence: Evidence, step: ReplayedStep, phase: str) -> list[tuple[Operation, ...]]:
     operations = [one for one in evidence.operations(step) if one.phase == phase]
-    awaited = {one.at for one in _find_awaited_copies(evidence, step, phase)}
+    awaited = {one.at for one in evidence.awaited_copies(step)}
     reads = [at for at, one in enumerate(operations) if _is_copy(one) and one.at in awaited]
     starts = [at for at in range(len(reads)) if not at or reads[at] - reads[at - 1] > _BETWEEN_READS]
     loops = [reads[start:end] for start, end in pairwise([*starts, len(reads)]) if end - start >= _MANY_READS]
     return [tuple(operations[max(0, loop[0] - (loop[1] - loop[0]) + 1) : loop[-1] + 1]) for loop in loops]
-
-
-def _find_awaited_copies(evidence: Evidence, step: ReplayedStep, phase: str) -> list[Operation]:
-    waits = {*step.columns.waits_among(range(len(step.columns.kind)))}
-    of_phase = [one for one in evidence.operations(step) if one.phase == phase and one.category == "copy"]
-    return [one for one in of_phase if {one.call, one.call + 1} & waits]
 
 
 def _is_copy(one: Operation) -> bool:

@@ -198,8 +198,7 @@ def _anomaly(evidence: Evidence, step: CpuStep, operators: _Operators) -> Iterat
 
 def _double_precision(evidence: Evidence, step: CpuStep) -> Iterator[Cause]:
     """The counted products are in double precision, as NumPy's numbers are unless told otherwise."""
-    run = evidence.capture.run
-    if run is None or run.work is None or run.work.dtype != "float64":
+    if evidence.work is None or evidence.work.dtype != "float64":
         return
     passes_ns = sum(step.phases.get(phase, 0) for phase in (FORWARD, LOSS, BACKWARD))
     cause = Cause(

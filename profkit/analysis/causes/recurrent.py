@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
 
 from profkit.analysis.causes.changes import By, call_once, fuse, remove_operations, scale_operations
-from profkit.analysis.causes.evidence import Cause, Evidence, Operation, name_times
+from profkit.analysis.causes.evidence import Cause, Evidence, Operation, is_part, name_times
 from profkit.analysis.step_replay.facts import World
 from profkit.analysis.step_replay.kernel_edits import is_convolution
 from profkit.analysis.step_replay.predict import StepChange
@@ -102,7 +102,7 @@ def _find_period(names: Sequence[str]) -> int:
 
 
 def _is_within(module: str | None, outer: str) -> bool:
-    return module is not None and (module == outer or module.startswith(f"{outer}."))
+    return module == outer or is_part(module, outer)
 
 
 def _is_cell(operation: Operation) -> bool:
