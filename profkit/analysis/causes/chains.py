@@ -63,14 +63,18 @@ def _chains(evidence: Evidence) -> Iterator[Cause]:
 
     Outside of all modules they may be a trainer's, and a line must say whose they are.
     """
-    if evidence.step is None or evidence.is_debugged:
+    step = evidence.step
+    if step is None or evidence.is_debugged:
         return
-    runs, in_loss = _find_runs(evidence, evidence.step), {LOSS} if [*_written_loss(evidence)] else set()
-    written = [run for run in runs if run[0].phase not in (BACKWARD, *in_loss) and _is_written_out(run)]
+    loss = _find_written_loss(evidence, step)
+    if loss is not None:
+        yield loss
+    others = (BACKWARD,) if loss is None else (BACKWARD, LOSS)
+    written = [run for run in _find_runs(evidence, step) if run[0].phase not in others and _is_written_out(run)]
     alike: defaultdict[tuple[str, ...], dict[ChainPlace, list[Run]]] = defaultdict(dict)
     known: dict[tuple[str, ...], tuple[str, ...]] = {}
     for place in dict.fromkeys(map(_place_of, written)):
-        chain = _find_chain(evidence, evidence.step, place)
+        chain = _find_chain(evidence, step, place)
         kind, kernels = _kind_of_place(place, chain), tuple(one.name for one in _find_longest(chain))
         # The same kernels are the same code, whatever its modules are called.
         key = known.setdefault((*kind, *kernels), (*kind, *_name_alike(place))) if place[0] else (*kind, place[1])
@@ -81,16 +85,14 @@ def _chains(evidence: Evidence) -> Iterator[Cause]:
             yield cause
 
 
-def _written_loss(evidence: Evidence) -> Iterator[Cause]:
-    """A loss of classes by several passes over its matrix of scores, in one module or in modules within it."""
-    if evidence.step is None or evidence.is_debugged:
-        return
-    own = _find_loss(evidence, evidence.step)
+def _find_written_loss(evidence: Evidence, step: ReplayedStep) -> Cause | None:
+    """Return a loss of classes by several passes over its matrix of scores, in one module or in modules within it."""
+    own = _find_loss(evidence, step)
     forward = [one for run in own for one in run if one.phase == LOSS]
     longest_ns = max((one.duration_ns for one in forward), default=0)
     large = [one for one in forward if one.duration_ns >= _PASS * longest_ns]
     if not _is_of_classes(forward) or len(large) < _MANY_PASSES:
-        return
+        return None
 
     def choose(step: ReplayedStep) -> list[list[int]]:
         return [[one.at for one in run] for run in _find_loss(evidence, step)]
@@ -100,7 +102,7 @@ def _written_loss(evidence: Evidence) -> Iterator[Cause]:
     times_ns = Counter[str | None]()
     for one in forward:
         times_ns[one.module] += one.duration_ns
-    yield Cause(
+    return Cause(
         code="cross-entropy",
         cause=what,
         detail=f": {len(large)} passes over its matrix of scores in forward",
@@ -295,4 +297,4 @@ def _size_of_loop(world: World, durations: Sequence[int]) -> float:
     return {"least": smallest_ns, "expected": work_ns, "most": (work_ns + sum_ns) / 2}[world]
 
 
-CHAINS = (_written_loss, _chains)
+CHAINS = (_chains,)
