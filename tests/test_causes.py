@@ -587,11 +587,13 @@ def loss_by_hand(*kernels: str) -> tuple[Program, dict[str, Any]]:
     return equal_steps(within("forward/model", launch(NVJET, 4 * MS)), *forward, backward, wait), {}
 
 
-def separate_calls(duration: int, *, is_independent: bool = True) -> tuple[Program, dict[str, Any]]:
-    """Return steps that call an encoder for each of 32 samples, with kernels of this length."""
+def separate_calls(duration: int, *, is_independent: bool = True, passes: int = 1) -> tuple[Program, dict[str, Any]]:
+    """Return steps that call an encoder for each of 32 samples, all in one pass or in several, with such kernels."""
     kernels = [launch(name, duration) for name in (NVJET, ADD, NVJET)]
     forward, backward = (within(f"{phase}/model/encoder", *kernels) for phase in ("forward", "backward"))
-    program = equal_steps(*[forward] * 32, launch(NVJET, MS), *[backward] * 32, wait)
+    calls = 32 // passes
+    one_pass = (*[forward] * calls, launch(NVJET, MS // passes), *[backward] * calls)
+    program = equal_steps(*one_pass * passes, wait)
     called = line(MS, "forward", "self.encoder", line=14, file="/code/model.py")
     counted = works(independent_calls=[{"module": "encoder", "calls": 32}] * is_independent)
     return program, {**counted, "lines": [called]}
@@ -1360,6 +1362,14 @@ def test_what_backward_runs_outside_of_unknown_modules_is_no_single_places(tmp_p
     advice = by_code(program.write(tmp_path))["norm"]
     assert advice.evidence["kernels"] == 5 + own
     assert ("with backward" in advice.cause) == bool(own)
+
+
+def test_calls_of_several_passes_are_one_call_in_each_of_them(tmp_path: Path) -> None:
+    expected_ns = []
+    for passes in (1, 2):
+        program, given = separate_calls(4_000, passes=passes)
+        expected_ns.append(after(by_code(program.write(tmp_path / str(passes), **given))["loop"])[1])
+    assert expected_ns[1] > expected_ns[0] + 6 * 4_000
 
 
 @pytest.mark.parametrize(("count", "first"), [(4, "batch"), (1, "python")])

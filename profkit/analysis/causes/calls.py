@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from statistics import median
 
 from profkit.analysis.causes.changes import NOTHING, By, fuse, remove_operations
-from profkit.analysis.causes.evidence import Cause, Evidence, SourceLine, name_times, source_line
+from profkit.analysis.causes.evidence import Cause, Evidence, Operation, SourceLine, name_times, source_line
 from profkit.analysis.step_replay.facts import World
 from profkit.analysis.step_replay.kernel_edits import SMALLEST_NS
 from profkit.analysis.step_replay.steps import ReplayedStep
@@ -87,19 +87,33 @@ def _separate_calls(evidence: Evidence) -> Iterator[Cause]:
 
 
 def _group_alike(evidence: Evidence, step: ReplayedStep, module: str) -> list[list[int]]:
-    """Return the operations of a module's calls that do the same: the first of a name of each call, the second, ….
+    """Return the operations of a module's calls in one pass that do the same: the first of a name of each call, ….
 
-    The first call may do more, such as casts of weights.
+    The first call may do more, such as casts of weights. Modules of one kind have weights of their own.
     """
-    operations, groups = evidence.operations(step), defaultdict[tuple[str, str, int], list[int]](list)
+    assert evidence.trace is not None
+    ranges, operations = evidence.trace.trace.ranges, evidence.operations(step)
+    passes = _number_passes(operations)
+    groups = defaultdict[tuple[str, int, int, str, int], list[int]](list)
     for phase in (FORWARD, BACKWARD):
-        for call in evidence.operations_in(step, evidence.module_ranges.get((phase, module), ())):
+        for at in evidence.module_ranges.get((phase, module), ()):
             count = Counter[str]()
-            for row in call:
+            for row in (row for call in evidence.operations_in(step, [at]) for row in call):
                 name = operations[row].name
-                groups[phase, name, count[name]].append(row)
+                groups[phase, int(ranges.name[at]), passes[row], name, count[name]].append(row)
                 count[name] += 1
     return [group for group in groups.values() if len(group) > 1]
+
+
+def _number_passes(operations: Sequence[Operation]) -> list[int]:
+    """Return of each operation in how many-th pass it is launched: one ends when forward follows backward."""
+    number, is_backward, numbers = 0, False, []
+    for operation in operations:
+        number += is_backward and operation.phase == FORWARD
+        if operation.phase in (FORWARD, BACKWARD):
+            is_backward = operation.phase == BACKWARD
+        numbers.append(number)
+    return numbers
 
 
 def _size_of_all(world: World, durations: Sequence[int]) -> float:
