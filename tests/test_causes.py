@@ -587,6 +587,19 @@ def loss_by_hand(*kernels: str) -> tuple[Program, dict[str, Any]]:
     return equal_steps(within("forward/model", launch(NVJET, 4 * MS)), *forward, backward, wait), {}
 
 
+def python_in_call(paused: float = 1.0) -> tuple[Program, dict[str, Any]]:
+    """Return steps that call a function with Python of 4 ms in two lines, of which a share pauses, and its lines."""
+    made = replace(
+        line(round(2.5 * MS), called="pairs", line=20, file="/code/data.py"), caller="/code/train.py:99 main"
+    )
+    drawn = replace(made, line=60, called="choose", time_ns=round(1.5 * MS))
+    call = replace(line(4 * MS, called="make_batch", line=99), is_caller=True, caller="/code/train.py:120 <module>")
+    outermost = [replace(call, line=120, called="main", phase=phase, caller=None) for phase in (None, "backward")]
+    whole, between = round(4 * MS * paused), round(4 * MS * (1 - paused) / 50)
+    kernels = [part for _ in range(50) for part in (python(between), launch(ADD, 2_000))]
+    return equal_steps(python(whole), *kernels, FORWARD), {"lines": [made, drawn, call, *outermost]}
+
+
 def separate_calls(duration: int, *, is_independent: bool = True, passes: int = 1) -> tuple[Program, dict[str, Any]]:
     """Return steps that call an encoder for each of 32 samples, all in one pass or in several, with such kernels."""
     kernels = [launch(name, duration) for name in (NVJET, ADD, NVJET)]
@@ -1431,6 +1444,23 @@ def test_a_cause_in_kernels_has_the_line_that_calls_its_operators(
     (found,) = by_code(blocks("attn", *WRITTEN_OUT).write(tmp_path, **works(*lines))).values()
     assert (found.code, found.module) == ("attention", "h.*.attn")
     assert found.line == (None if line is None else SourceLine("/code/model.py", line, "forward"))
+
+
+def test_python_of_several_lines_of_one_call_goes_with_the_call(tmp_path: Path) -> None:
+    program, given = python_in_call()
+    result = program.write(tmp_path / "all", **given)
+    advice = by_code(result)["python"]
+    assert advice.line == SourceLine("/code/data.py", 20, "main")
+    assert advice.cause == "Python in make_batch (train.py:99) keeps the GPU waiting"
+    assert advice.edit == "no-host:/code/train.py:99"
+    assert [one.code for one in result.tries].count("python") == 1
+    assert advice.effect_ns == pytest.approx(4 * MS, rel=0.02)
+    # Without callers the two lines are apart; and a call that prepares kernels for half of its time is none of these.
+    lines = [replace(one, caller=None) for one in given["lines"]]
+    apart = [one.effect_ns for one in program.write(tmp_path / "apart", lines=lines).tries if one.code == "python"]
+    assert apart == pytest.approx([2.5 * MS, 1.5 * MS], rel=0.02)
+    half, given = python_in_call(0.5)
+    assert "make_batch" not in str(half.write(tmp_path / "half", **given).to_dict()["advice"])
 
 
 def test_what_runs_in_rare_steps_alone_is_a_cause_of_the_mean_step(tmp_path: Path) -> None:

@@ -495,6 +495,11 @@ def test_a_line_that_calls_others_takes_what_they_take_and_waits_as_they_do() ->
     assert here[line + 2].waiting_ns == 400
     (again,) = (row for row in found.callers if row.function.endswith("draw"))
     assert (again.time_ns, again.samples) == (400, 10)
+    # Most of its time it had called itself.
+    assert own.caller_place == again.place
+    assert again.caller_place == (again.file, line + 2)
+    assert again.caller is not None
+    assert again.caller.endswith(" test_a_line_that_calls_others_takes_what_they_take_and_waits_as_they_do")
 
 
 def test_enough_steps_are_a_second_and_three_or_sixty() -> None:
@@ -712,6 +717,15 @@ def test_the_line_of_rare_steps_is_the_one_that_runs_in_no_other(run_with_lines:
     rare = find_all(*halves)
     assert rare is not None
     assert (rare.line, rare.lines_ns) == (halves[1], 20 * 29_000_000)
+    # Of one call's lines that with most of it is the line, and what takes so long is the call.
+    third = replace(line(22, None, 9_000_000, 9_000_000), caller="/me/train.py:50 main")
+    most = replace(line(23, None, 20_000_000, 20_000_000), caller="/me/train.py:50 main")
+    rare = find_all(third, most, saving)
+    assert rare is not None
+    assert (rare.line, rare.call, rare.lines_ns) == (most, saving, 20 * 29_000_000)
+    rare = find_all(third, most, replace(most, phase="forward", error_ns=0), saving)
+    assert rare is not None
+    assert (rare.line, rare.call) == (saving, None)  # this line runs in every step, too
     assert find(halves[0]) is None  # a pause of the machine's may have been the rest
 
 

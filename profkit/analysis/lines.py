@@ -8,7 +8,7 @@ average. This is scaled to what the typical unprofiled step has of the phase, so
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from statistics import median
@@ -99,6 +99,7 @@ class RareSteps:
     ``count`` of ``of`` steps took ``longer_ns`` longer than the typical one, on average: one in ``every``, None if that
     is not known; the steps that were timed before are among them. ``line`` is the longest of those that ran in them
     alone, None if there was none; with those that stand near it, it takes ``lines_ns`` of such a step, on average.
+    ``call`` is the line in whose call it ran if that is what takes so long, and ``line`` has only most of it.
     """
 
     count: int
@@ -107,6 +108,7 @@ class RareSteps:
     every: int | None
     line: LineTime | None
     lines_ns: int = 0
+    call: LineTime | None = None
 
     @property
     def which(self) -> str:
@@ -134,16 +136,28 @@ def find_rare_steps(found: RunLines, timed: Sequence[Mapping[str, int]] = ()) ->
     elsewhere = {line.place for line in known if line not in alone and line.samples > _STRAY}
     alone = [line for line in alone if line.samples >= FEWEST_SAMPLES]
     line = _choose_exclusive(alone, elsewhere)
-    alone = [line for line in alone if not line.is_caller]
+    innermost = [line for line in alone if not line.is_caller]
     # One alone may be a pause of the machine's, unless a line shows what ran in it.
-    if len(rare) == 1 and sum(line.time_ns for line in alone) * len(times) < _COVERED * longer_ns:
+    if len(rare) == 1 and sum(line.time_ns for line in innermost) * len(times) < _COVERED * longer_ns:
         return None
     apart = {later - earlier for earlier, later in pairwise(rare)}
     every = apart.pop() if len(apart) == 1 else None
-    together = [] if line is None or line.is_caller else [each for each in alone if _is_near(each, line)]
+    together = [] if line is None or line.is_caller else [each for each in innermost if _is_near(each, line)]
     lines_ns = sum(each.time_ns for each in together) if line is None or together else line.time_ns
     count, of = len(rare) + int(mark_rare_steps(timed).sum()), len(times) + len(timed)
-    return RareSteps(count, of, round(longer_ns / len(rare)), every, line, round(lines_ns * len(times) / len(rare)))
+    most = line
+    if line is not None and line.is_caller:
+        only = [each for each in alone if each.place not in elsewhere]
+        most = CallTree(found.lines, found.callers).most_of(line, only)
+    return RareSteps(
+        count,
+        of,
+        round(longer_ns / len(rare)),
+        every,
+        most,
+        round(lines_ns * len(times) / len(rare)),
+        line if most is not line else None,
+    )
 
 
 def _is_near(one: LineTime, other: LineTime) -> bool:
@@ -306,6 +320,40 @@ def _take(line: LineTime, rare_ns: float, spread: float) -> LineTime | None:
         error_ns=round(max(usual_error_ns, min(of_few_ns, line.error_ns))),
         waiting_ns=round(left * line.waiting_ns),
     )
+
+
+class CallTree:
+    """Which lines of a phase ran in the calls of which others, as most of each one's time says.
+
+    Recordings of before lines had callers have a tree without branches.
+    """
+
+    def __init__(self, lines: Iterable[LineTime], callers: Iterable[LineTime]) -> None:
+        self._callers = {(line.place, line.phase): line for line in callers if line.thread == "main"}
+        self._under: dict[tuple[object, ...], list[LineTime]] = {}
+        for line in (*lines, *self._callers.values()):
+            for caller in self.callers_of(line):
+                self._under.setdefault((caller.place, caller.phase), []).append(line)
+
+    def callers_of(self, line: LineTime) -> Iterator[LineTime]:
+        """Yield the line that called this one, then that one's, and so on to the outermost of the same phase."""
+        known = {line.place}
+        place = line.caller_place if line.thread == "main" else None
+        while place is not None and place not in known and (place, line.phase) in self._callers:
+            caller = self._callers[place, line.phase]
+            yield caller
+            known.add(place)
+            place = caller.caller_place
+
+    def under(self, caller: LineTime) -> list[LineTime]:
+        """Return all lines that ran in what this one called, callers among them."""
+        return self._under.get((caller.place, caller.phase), [])
+
+    def most_of(self, caller: LineTime, among: Collection[LineTime] | None = None) -> LineTime:
+        """Return the innermost line, of these if any are given, with over half of what this one takes, or itself."""
+        lines = self.under(caller) if among is None else [line for line in self.under(caller) if line in among]
+        most = [line for line in lines if 2 * line.own_ns > caller.own_ns]
+        return max(most, key=lambda line: len([*self.callers_of(line)]), default=caller)
 
 
 def choose_lines(result: LinesResult) -> tuple[LineTime, ...]:

@@ -17,6 +17,7 @@ import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 from pathlib import Path
 from time import perf_counter_ns, process_time_ns, sleep
 from typing import Any
@@ -100,10 +101,11 @@ _Row = tuple[Line, str | None, Thread, bool]
 
 @dataclass
 class _Total:
-    """What a row took in each step, what its line called, with the time of each, and where it took time and waited."""
+    """What a row took in each step, what its line called, what called it and where it was, with the time of each."""
 
     times: list[int]
     called: defaultdict[str, int] = field(default_factory=lambda: defaultdict(int))
+    callers: Counter[str | None] = field(default_factory=Counter)
     inside: Counter[str | None] = field(default_factory=Counter)
     waits_inside: Counter[str | None] = field(default_factory=Counter)
     samples: int = 0
@@ -121,8 +123,9 @@ def _merge(sampler: StackSampler, waits: Waits, steps: int) -> list[LineTime]:
     for (key, code), count in waits.inside.items():
         totals[_first_row_of(*key)].waits_inside[name_inside(code)] += count
     for key, times in sampler.times.items():
-        for row, called in _rows_of(*key):
+        for row, called, caller in _rows_of(*key):
             total = totals[row]
+            total.callers[caller] += sum(times)
             total.samples += sampler.samples[key]
             for step, time_ns in enumerate(times):
                 total.times[step] += time_ns
@@ -130,20 +133,26 @@ def _merge(sampler: StackSampler, waits: Waits, steps: int) -> list[LineTime]:
             if called is not None:
                 total.called[called] += sum(times)
     for key, count in waits.counts.items():
-        for row, called in _rows_of(*key):
+        for row, called, caller in _rows_of(*key):
             totals[row].waits += count
+            totals[row].callers[caller] += 0 if totals[row].samples else count
             if called is not None:
                 totals[row].called[called] += 0
     return [_line_time(row, total, steps) for row, total in totals.items()]
 
 
-def _rows_of(stack: Stack, phase: str | None, thread: Thread) -> Iterator[tuple[_Row, str | None]]:
-    """Yield the row of the line that runs, then those of its callers; one that calls itself counts once."""
-    known: set[tuple[str | None, int]] = set()
+def _rows_of(stack: Stack, phase: str | None, thread: Thread) -> Iterator[tuple[_Row, str | None, str | None]]:
+    """Yield the row of the line that runs, then those of its callers; one that calls itself counts once.
+
+    With each comes what it calls, and the line that called it.
+    """
+    distinct: dict[tuple[str | None, int], Line] = {}
     for line in map(describe, stack) if stack else [Line(None, 0, "")]:
-        if (line.file, line.line) not in known:
-            yield (line._replace(called=None), phase, thread, bool(known)), line.called
-        known.add((line.file, line.line))
+        distinct.setdefault((line.file, line.line), line)
+    lines = list(distinct.values())
+    callers = [f"{line.file}:{line.line} {line.function}" for line in lines[1:]]
+    for at, (line, caller) in enumerate(zip_longest(lines, callers)):
+        yield (line._replace(called=None), phase, thread, at > 0), line.called, caller
 
 
 def _first_row_of(stack: Stack, phase: str | None, thread: Thread) -> _Row:
@@ -173,6 +182,7 @@ def _line_time(row: _Row, total: _Total, steps: int) -> LineTime:
         waiting_ns=round(total.waiting_ns / steps),
         is_caller=is_caller,
         inside=_name_most(total.waits_inside or total.inside),
+        caller=_name_most(total.callers),
     )
 
 

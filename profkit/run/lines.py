@@ -17,7 +17,7 @@ from profkit.errors import RunError
 from profkit.files import whole_file
 from profkit.names import BACKWARD, OPTIMIZER
 from profkit.run import decode, read_lines
-from profkit.text_kinds import FunctionName, Message, SourceFile, Word
+from profkit.text_kinds import FunctionName, Message, SourceFile, SourceLine, Word
 
 VERSION = 1
 
@@ -67,7 +67,8 @@ class LineTime:
     ``file`` is None for time with no line of the user's own on the stack. ``phase`` is None outside of all phases.
     With ``is_caller`` it is what other lines of the user's own took, and how they waited, that this one had called.
     ``inside`` is the library's function, behind its file's name, in which most of its waits were, or else of its time:
-    ``collate.default_collate``. None if no one has most of it.
+    ``collate.default_collate``. ``caller`` is the line of the user's own in whose call most of its time was, as
+    ``train.py:30 main``. Each is None if no one has most of it.
     """
 
     file: SourceFile | None
@@ -83,6 +84,7 @@ class LineTime:
     waiting_ns: int = 0
     is_caller: bool = False
     inside: FunctionName | None = None
+    caller: SourceLine | None = None
 
     @property
     def own_ns(self) -> int:
@@ -100,6 +102,13 @@ class LineTime:
     @property
     def place(self) -> tuple[str | None, int]:
         return self.file, self.line
+
+    @property
+    def caller_place(self) -> tuple[str, int] | None:
+        if self.caller is None:
+            return None
+        file, _, number = self.caller.rpartition(" ")[0].rpartition(":")
+        return file, int(number)
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ import numpy as np
 
 from profkit.analysis.causes.changes import NOTHING
 from profkit.analysis.intervals import unite
+from profkit.analysis.lines import CallTree
 from profkit.analysis.step_replay.calibrate import AS_RECORDED
 from profkit.analysis.step_replay.edits import find_pageable_copies
 from profkit.analysis.step_replay.facts import ProgramFacts, World
@@ -376,6 +377,10 @@ class Evidence:
     def lines(self) -> Sequence[LineTime]:
         """The lines of source, each once a phase, scaled to unprofiled steps; empty where none are known."""
         return join_at_places(self.facts.lines or ())
+
+    @cached_property
+    def call_tree(self) -> CallTree:
+        return CallTree(self.lines, self.facts.callers)
 
     @cached_property
     def trainer_lines(self) -> frozenset[tuple[str | None, int]]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import pairwise
+from pathlib import PurePath
 
 from profkit.analysis.causes.calls import unread_graphs
 from profkit.analysis.causes.changes import (
@@ -45,6 +46,8 @@ _MAKERS = (".tensor", ".as_tensor", ".from_numpy")
 _LEAST_SHARE = 0.01
 _COVERED = 0.5
 """A line whose time is at least by this share long pauses between CUDA calls runs Python; else it prepares kernels."""
+_ALL_PAUSED, _MORE = 0.8, 1.1
+"""A call is Python by this share of its time; it is what to move if it takes so many times its longest line."""
 _MOSTLY = 0.5
 """A pause that is compiling by this share is all of it."""
 
@@ -53,27 +56,28 @@ def _python_lines(evidence: Evidence) -> Iterator[Cause]:
     """Lines of the user's own that run Python while the GPU has nothing to do: data, masks, tensors made on the CPU."""
     if evidence.step is None or evidence.is_debugged:
         return
-    for lines in _group_lines(evidence):
-        line = max(lines, key=lambda line: line.own_ns)
-        changes = [*edits(*(f"no-host:{one.file}:{one.line}" for one in lines))]
-        fetches = [*_fetches_for(evidence, lines)]
+    for lines, call in _group_lines(evidence):
+        line = max(lines, key=lambda line: line.own_ns) if call is None else evidence.call_tree.most_of(call)
+        edited = lines if call is None else [call]
+        changes = [*edits(*(f"no-host:{one.file}:{one.line}" for one in edited))]
+        fetches = [*_fetches_for(evidence, edited)]
         changes += edits(*(f"no-wait:{one.file}:{one.line}" for one in fetches))
         where = "in a DataLoader's worker or on the GPU, or once before the loop"
         if fetches:
             where = "on the GPU, or less often"
-        elif _follows_model(evidence, line):
+        elif _follows_model(evidence, call or line):
             where = "for the whole batch at once, on the GPU, or less often"
         if line.method in _FACTORIES:
             changes.append(without_copies(line.method, find_pageable_copies))
         yield Cause(
             code="made-on-cpu" if line.method in _FACTORIES else "python",
-            cause=_describe_line(line),
+            cause=_describe_line(line, call),
             line=source_line(line),
             change=f'{line.called}(…, device="cuda")' if line.method in _FACTORIES else f"do it {where}",
             changes=changes,
-            edit=f"no-host:{line.file}:{line.line}",
+            edit=f"no-host:{edited[0].file}:{edited[0].line}",
             evidence={
-                "time_ns": sum(one.own_ns for one in lines),
+                "time_ns": sum(one.own_ns for one in edited),
                 "lines": ", ".join(str(one.line) for one in lines),
             },
         )
@@ -100,7 +104,7 @@ def _fetches_for(evidence: Evidence, lines: Sequence[LineTime]) -> Iterator[Line
 
 def _moved_tensors(evidence: Evidence) -> Iterator[Cause]:
     """A line makes a tensor of Python's numbers, and the line that moves it waits until the GPU has nothing left."""
-    known = {line.place for lines in _group_lines(evidence) for line in lines}
+    known = {line.place for lines, _ in _group_lines(evidence) for line in lines}
     own = [line for line in evidence.lines if line.file and line.thread == "main"]
     for move in own:
         if move.waits < 1 or not move.is_move:
@@ -121,44 +125,81 @@ def _moved_tensors(evidence: Evidence) -> Iterator[Cause]:
         )
 
 
-def _describe_line(line: LineTime) -> str:
+def _name_call(line: LineTime) -> str:
+    return f"{line.called or line.function} ({PurePath(line.file or '').name}:{line.line})"
+
+
+def _describe_line(line: LineTime, call: LineTime | None) -> str:
     if line.method in _RANDOM:
         return f"{line.called} draws random numbers on the CPU while the GPU waits"
     if line.method in _FACTORIES:
         return f"{line.called} makes a tensor on the CPU while the GPU waits"
+    if call is not None and call is not line:
+        return f"Python in {_name_call(call)} keeps the GPU waiting"
     # What it waits in is no place of its Python.
     inside = line.called if line.inside is None or line.waits else line.inside
     called = "" if inside is None else f" ({inside})"
     return f"Python in {line.function}{called} keeps the GPU waiting"
 
 
-def _group_lines(evidence: Evidence) -> Iterator[Sequence[LineTime]]:
-    """Yield the lines of one function and phase that stand together and make the step's long pauses.
+def _group_lines(evidence: Evidence) -> Iterator[tuple[Sequence[LineTime], LineTime | None]]:
+    """Yield the lines that make the step's long pauses: those of one function and phase that stand together.
 
-    A pause that is not in every recorded step is none of the program's. A line in which backward passes or optimizers
-    run, too, calls a trainer.
+    Those that ran in one call, of which hardly anything else is known than such lines, come with the line of the call.
+    A pause that is not in every recorded step is none of the program's.
     """
     limits = evidence.limits
     python = [] if limits is None else limits.lines_of(Limit.PYTHON)
     limiting = {(line.file, line.line, line.phase): line.time_ns for line in python}
     pauses = _pauses(evidence)
+    calls: dict[LineTime | None, list[LineTime]] = {}
+    pausing = []
+    for line in filter(_is_plain(evidence), evidence.lines):
+        phase = line.phase or OUTSIDE
+        paused_ns = min(limiting.get((line.file or "", line.line, phase), 0), pauses.get(phase, 0))
+        if paused_ns >= _COVERED * line.own_ns:
+            pausing.append(line)
+    for line in pausing:
+        calls.setdefault(_find_call(evidence, line, pausing), []).append(line)
+    alone = calls.pop(None, [])
+    for call, lines in calls.items():
+        assert call is not None
+        if call.own_ns <= _MORE * max(line.own_ns for line in lines):
+            alone += lines
+        elif call.own_ns >= _LEAST_SHARE * evidence.now_ns:
+            yield lines, call
+    long = [line for line in alone if line.own_ns >= _LEAST_SHARE * evidence.now_ns]
+    yield from ((lines, None) for lines in group_nearby(long))
+
+
+def _is_plain(evidence: Evidence) -> Callable[[LineTime], bool]:
+    """Return whether a line of the thread that trains runs Python of the program's own.
+
+    A line in which backward passes or optimizers run, too, calls a trainer.
+    """
     # What moving a worker's batch takes is that of its memory, which is not pinned: a row of its own.
     moves_pageable = bool(evidence.facts.workers and evidence.pageable_copies)
     known = (*evidence.lines, *evidence.facts.callers)
     training = [line for line in known if line.phase in (BACKWARD, OPTIMIZER)]
     trainers, loops = {line.place for line in training}, {(line.file, line.function) for line in training}
-    limiting_lines = []
-    for line in evidence.lines:
-        phase = line.phase or OUTSIDE
-        paused_ns = min(limiting.get((line.file or "", line.line, phase), 0), pauses.get(phase, 0))
-        is_long = line.own_ns >= _LEAST_SHARE * evidence.now_ns and paused_ns >= _COVERED * line.own_ns
+
+    def is_plain(line: LineTime) -> bool:
         # In the function that trains, what lies in a forward pass is the call of the model: all of a library's Python.
         is_models = line.phase == FORWARD and (line.file, line.function) in loops
-        is_plain = line.place not in trainers and not is_models and not _launches(line)
-        is_plain = is_plain and not (line.is_move and moves_pageable)
-        if line.thread == "main" and phase != DATA and is_long and is_plain:
-            limiting_lines.append(line)
-    yield from group_nearby(limiting_lines)
+        is_own = line.thread == "main" and line.phase != DATA and line.place not in trainers
+        return is_own and not is_models and not _launches(line) and not (line.is_move and moves_pageable)
+
+    return is_plain
+
+
+def _find_call(evidence: Evidence, line: LineTime, pausing: Sequence[LineTime]) -> LineTime | None:
+    """Return the outermost line that had called this one and hardly anything but such lines, None if there is none."""
+    found = None
+    for caller in filter(_is_plain(evidence), evidence.call_tree.callers_of(line)):
+        paused_ns = sum(one.own_ns for one in evidence.call_tree.under(caller) if one in pausing)
+        if paused_ns >= _ALL_PAUSED * caller.own_ns:
+            found = caller
+    return found
 
 
 def _pauses(evidence: Evidence) -> dict[str, int]:
@@ -207,7 +248,7 @@ def _rare_steps(evidence: Evidence) -> Iterator[Cause]:
     yield Cause(
         code="python",
         cause=f"{rare.which} {name_ms(rare.longer_ns)} longer",
-        detail=f", for {rare.line.called or rare.line.function}",
+        detail=f", for {rare.line.called or rare.line.function if rare.call is None else _name_call(rare.call)}",
         line=source_line(rare.line),
         change="do it less often, or on larger batches" if rare.line.phase == INFERENCE else change,
         answer=evidence.typical_instead_of(mean_ns, mean_ns - saved_ns),
