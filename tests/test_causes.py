@@ -636,6 +636,18 @@ def frozen(early: int, unread: int, first: int = 0) -> tuple[Program, dict[str, 
     return program, works(unread_gradients=[blocks, head])
 
 
+def of_two_models(*, is_detached: bool, steps: int = 2) -> tuple[Program, dict[str, Any]]:
+    """Return steps of a generator and a discriminator, whose gradients before the other one's step are thrown away."""
+    both = within("backward/judges/layer.0", launch(NVJET, 2 * MS, 2))
+    makes = within("backward/makes/layer.0", launch(NVJET, MS, 2))
+    step = within("optimizer", launch(ADD, 100_000))
+    program = equal_steps(both, *[makes] * (not is_detached), step, both, makes, step, wait)
+    usual = {"module": "layer.*", "parameters": 2, "bytes": MIB, "instances": 1, "unread": 1}
+    judges = {**usual, "early": 0, "before": 1, "model": "judges"}
+    maker = {**usual, "early": 1, "before": 0, "model": "makes"}
+    return program, works(unread_gradients=[judges, *[maker] * (not is_detached)], optimizer_steps=steps)
+
+
 def table(used: int, *, is_unread: bool = False) -> tuple[Program, dict[str, Any]]:
     """Return steps whose optimizer spends 4 ms, three quarters of it on a table of 1,000 rows."""
     fill = within("backward/model/table", launch(FILL, MS), launch(NVJET, MS // 10))
@@ -731,6 +743,8 @@ NEARLY: list[Case] = [
     ("padding", *padded(950)),
     ("padding", *padded(950, 760)),
     ("unread-gradients", *frozen(0, 0)),
+    # Which pass is before which optimizer's step is not known.
+    ("unread-gradients", *of_two_models(is_detached=True, steps=3)),
     # Whoever gathers by an index sums up its gradients, deterministic or not.
     ("deterministic", sums_rows(), {"conditions": {"deterministic_algorithms": False}}),
     ("deterministic", sums_rows(NVJET), {"conditions": DETERMINISTIC}),
@@ -916,6 +930,7 @@ NAMED: dict[str, Case] = {
     ),
     "a module that is called for each sample": ("loop", *separate_calls(4_000)),
     "a block whose backward pass nobody needs": ("unread-gradients", *frozen(1, 1)),
+    "a discriminator's gradients before the generator's step": ("unread-gradients", *of_two_models(is_detached=True)),
     "blocks and what comes into the head": ("unread-gradients", *frozen(2, 2, 1)),
     "blocks whose own gradients nobody reads": ("unread-gradients", *frozen(0, 2)),
     "a table's gradient of zeros": ("dense-gradients", *table(100)),
@@ -1375,6 +1390,16 @@ def test_what_backward_runs_outside_of_unknown_modules_is_no_single_places(tmp_p
     advice = by_code(program.write(tmp_path))["norm"]
     assert advice.evidence["kernels"] == 5 + own
     assert ("with backward" in advice.cause) == bool(own)
+
+
+def test_a_generators_gradients_before_the_discriminators_step_need_nothing_of_its_backward(tmp_path: Path) -> None:
+    program, given = of_two_models(is_detached=False)
+    found = [one for one in program.write(tmp_path, **given).tries if one.code == "unread-gradients"]
+    assert [(one.module, one.effect_ns) for one in found] == [
+        ("makes", pytest.approx(2 * MS, rel=0.02)),
+        ("judges", pytest.approx(2 * MS, rel=0.02)),
+    ]
+    assert found[0].change == ".detach() of what makes made, for the other optimizer's loss"
 
 
 def test_calls_of_several_passes_are_one_call_in_each_of_them(tmp_path: Path) -> None:

@@ -484,7 +484,7 @@ def test_gradients_that_no_optimizer_reads_are_counted_with_what_nobody_needs_be
     model = nn.ModuleDict({name.replace(".", "_"): module for name, module in modules.items()})
     names = {module: name for name, module in modules.items()}
     stepped = [one for module in (blocks[1], *[table] * steps_table) for one in module.parameters()]
-    counter = WorkCounter(stepped, model.parameters())
+    counter = WorkCounter({0: stepped}, model.parameters())
     counter.start()
     x = torch.tensor([[1, 2, 2]])
     with annotate("forward"):
@@ -495,7 +495,7 @@ def test_gradients_that_no_optimizer_reads_are_counted_with_what_nobody_needs_be
                 x = modules[name](x)
     with annotate("backward"), annotate("table"):
         (x.sum() + looked_up.sum()).backward()
-    counter.optimizer_stepped([model], names.get, set(map(id, stepped)))
+    counter.optimizer_stepped(0, [model], names.get, set(map(id, stepped)))
     counter.stop()
     work = counter.content()
     assert counter.failure is None
@@ -506,6 +506,54 @@ def test_gradients_that_no_optimizer_reads_are_counted_with_what_nobody_needs_be
     shared = UnreadGradients("tied", 1, 50 * 8 * 4, instances=1, unread=1, early=1)
     of_head = UnreadGradients("head", 1, 50 * 8 * 4, instances=1, unread=1, early=0)
     assert work.unread_gradients == (shared, *[early_table] * (not steps_table), first_block, of_head)
+
+
+@pytest.mark.parametrize("is_detached", [False, True])
+@pytest.mark.parametrize("gradients", ["new", "zeroed", "summed", "frozen"])
+def test_gradients_that_are_thrown_away_before_their_own_optimizers_step_are_counted(
+    gradients: str, *, is_detached: bool
+) -> None:
+    """A generator's and a discriminator's; gradients that are set to zero, or summed up over steps, may be read."""
+    makes, judges = nn.Linear(4, 6), nn.Linear(6, 1)
+    names = {makes: "layer 0", judges: "layer 0"}
+    models = {"makes": nn.Sequential(makes), "judges": nn.Sequential(judges)}
+    optimizers = {name: torch.optim.SGD(model.parameters(), 0.1) for name, model in models.items()}
+    ranges = {**names, **{model: name for name, model in models.items()}}
+
+    def call(name: str, x: torch.Tensor) -> torch.Tensor:
+        with annotate("forward"), annotate(name), annotate("layer 0"):
+            return models[name](x)  # type: ignore[no-any-return]
+
+    def step(counter: WorkCounter | None) -> None:
+        made = call("makes", torch.ones(2, 4))
+        for name in ("judges", "makes"):
+            if gradients != "summed":
+                optimizers[name].zero_grad(set_to_none=gradients != "zeroed")
+            judges.requires_grad_(gradients != "frozen" or name == "judges")
+            loss = call("judges", made.detach() if is_detached and name == "judges" else made).sum()
+            with annotate("backward"):
+                loss.backward(retain_graph=True)
+            optimizers[name].step()
+            if counter is not None:
+                counter.optimizer_stepped(id(optimizers[name]), [*models.values()], ranges.get, set())
+
+    step(None)
+    every = {id(optimizer): optimizer.param_groups[0]["params"] for optimizer in optimizers.values()}
+    counter = WorkCounter(every, [one for model in models.values() for one in model.parameters()])
+    counter.start()
+    step(counter)
+    counter.stop()
+    work = counter.content()
+    assert (counter.failure, work.optimizer_steps) == (None, 2)
+    found = {(one.before, one.model, one.module): one for one in work.unread_gradients}
+    is_known = gradients in ("new", "frozen")
+    of_maker = {(0, "makes", "makes"), (0, "makes", "layer *"), (0, "judges", "judges"), (0, "judges", "layer *")}
+    of_judge = {(1, "judges", "layer *")} if gradients == "new" else set()
+    assert set(found) == ((of_judge | (set() if is_detached else of_maker)) if is_known else set())
+    if (0, "makes", "layer *") in found:
+        layer = {"instances": 1, "unread": 1, "before": 0, "model": "makes"}
+        assert found[0, "makes", "layer *"] == UnreadGradients("layer *", 2, 30 * 4, early=1, **layer)
+        assert found[0, "judges", "layer *"].first == 1
 
 
 @pytest.mark.parametrize("calls", [10, 2])

@@ -122,6 +122,9 @@ class UnreadGradients:
     ``parameters`` have such a gradient, of so many ``bytes`` together, in ``unread`` of the ``instances``. In ``early``
     of these nothing of the backward pass is needed, since nothing in them depends on a parameter that is stepped, and
     in ``first`` no gradient of what comes in, which does not depend on one.
+
+    With ``before`` it is so in the passes between two optimizers' steps, of which the second is that one, from 0: their
+    gradients, in this ``model``, are thrown away before their own optimizer's step.
     """
 
     module: RangeName
@@ -131,6 +134,8 @@ class UnreadGradients:
     unread: int
     early: int
     first: int = 0
+    before: int | None = None
+    model: RangeName | None = None
 
 
 @dataclass(frozen=True)
@@ -161,7 +166,8 @@ class RunWork:
     ``dtype`` is the one in which most of the FLOPs are done, None where there are none; ``model_flops`` those that the
     model asks for in a step, forward and backward, whatever is computed again: what MFU counts (Chowdhery et al. 2022,
     appendix B). ``missing`` names operators without a formula. Files of before December 2026 have no ``lines``,
-    ``unread_gradients``, ``tables`` and ``independent_calls``, and no ``padding``: None where no call had a mask.
+    ``unread_gradients``, ``tables``, ``independent_calls`` and ``optimizer_steps``, how many optimizers' steps the
+    counted one had, and no ``padding``: None where no call had a mask.
     """
 
     version: int
@@ -175,6 +181,7 @@ class RunWork:
     unread_gradients: tuple[UnreadGradients, ...] = ()
     tables: tuple[DenseTable, ...] = ()
     independent_calls: tuple[IndependentCalls, ...] = ()
+    optimizer_steps: int = 0
 
     def find(self, path: tuple[str, ...]) -> RangeWork | None:
         return next((work for work in self.ranges if work.path == path), None)

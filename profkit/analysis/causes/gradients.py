@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import zip_longest
 
 from profkit.analysis.causes.changes import NOTHING, By, remove_operations, scale_operations
 from profkit.analysis.causes.evidence import WORTH_COMPILING, Cause, Evidence, Interval, Operation, is_part
-from profkit.analysis.step_replay.predict import StepChange
 from profkit.analysis.step_replay.steps import ReplayedStep
 from profkit.analysis.summary import PRODUCTS
 from profkit.names import BACKWARD, OPTIMIZER, kind_of
 from profkit.run.manifest import used_optimizers
 from profkit.run.work import DenseTable, UnreadGradients
+
+ByModule = dict[str, UnreadGradients]
+"""What is unread in the modules of one model, by their kinds."""
 
 _OF_DENSE: By = {"least": 0.02, "expected": 0.1, "most": 0.4}
 """What steps of rows take of the time for a dense gradient's zeros."""
@@ -23,52 +27,81 @@ _OF_BACKWARD: By = {"least": 0.05, "expected": 0.3, "most": 0.8}
 def _unread_gradients(evidence: Evidence) -> Iterator[Cause]:
     """Backward computes gradients of parameters that no optimizer steps, as of a model that was meant to be frozen.
 
-    Nothing of backward is needed before the first parameter that is stepped, nor the gradient of what comes in there;
-    after it, all but the products for the parameters' own gradients is.
+    Or for one optimizer's step those of another's parameters, which are thrown away before that one's, as of a
+    generator whose output is not detached. Nothing of backward is needed before the first parameter that is stepped,
+    nor the gradient of what comes in there; after it, all but the products for the parameters' own gradients is.
     """
     work = evidence.work
-    if evidence.step is None or work is None or not work.unread_gradients:
+    if evidence.step is None or work is None:
         return
-    by_module = {unread.module: unread for unread in work.unread_gradients}
-    time_ns = Counter[str]()
-    for one in _find_needless(evidence, evidence.step, by_module):
-        time_ns[kind_of(one.module or "")] += one.duration_ns
-    parameters = sum(unread.parameters for unread in by_module.values())
-    held = sum(unread.bytes for unread in by_module.values())
-    costs = {name: sum(_within(name, time_ns).values()) for name in _outermost(by_module)}
-    places = sorted((name for name in costs if costs[name]), key=lambda name: -costs[name])
-    if not places:
-        return
-    yield Cause(
+    passes: dict[int | None, dict[str | None, ByModule]] = {}
+    for unread in work.unread_gradients:
+        passes.setdefault(unread.before, {}).setdefault(unread.model, {})[unread.module] = unread
+    for before, models in passes.items():
+        cause = _describe_unread(evidence, evidence.step, [*models.values()])
+        if cause is not None:
+            yield cause if before is None else _of_other_optimizer(cause, models)
+
+
+def _describe_unread(evidence: Evidence, step: ReplayedStep, models: Sequence[ByModule]) -> Cause | None:
+    places = dict[str, int]()
+    for by_module in models:
+        time_ns = Counter[str]()
+        for one in _find_needless(evidence, step, by_module):
+            time_ns[kind_of(one.module or "")] += one.duration_ns
+        places |= {name: sum(_within(name, time_ns).values()) for name in _outermost(by_module)}
+    every = [unread for by_module in models for unread in by_module.values()]
+    parameters, held = sum(unread.parameters for unread in every), sum(unread.bytes for unread in every)
+    by_cost = sorted((name for name in places if places[name]), key=lambda name: -places[name])
+    if not by_cost:
+        return None
+
+    def choose(step: ReplayedStep) -> list[int]:
+        return [one.at for by_module in models for one in _find_needless(evidence, step, by_module)]
+
+    return Cause(
         code="unread-gradients",
         cause="backward computes gradients that no optimizer reads"
         f", of {parameters:,} parameter{'s' * (parameters > 1)}",
-        module=places[0],
-        further_modules=places[1:],
+        module=by_cost[0],
+        further_modules=by_cost[1:],
         change="parameter.requires_grad_(False) for each of them, before the first step",
-        changes=[_leave_out(evidence, by_module)],
+        changes=[remove_operations("no gradients that nobody reads", choose, NOTHING, "which kernels they take")],
         saves_bytes=Interval(held // 2, held, held),
-        evidence={"parameters": parameters, "gradient_bytes": held, "time_ns": time_ns.total()},
+        evidence={
+            "parameters": parameters,
+            "gradient_bytes": held,
+            "time_ns": sum(step.columns.duration_ns[at] for at in choose(step)),
+        },
     )
 
 
-def _leave_out(evidence: Evidence, by_module: Mapping[str, UnreadGradients]) -> StepChange:
-    def choose(step: ReplayedStep) -> list[int]:
-        return [one.at for one in _find_needless(evidence, step, by_module)]
+def _of_other_optimizer(cause: Cause, models: Mapping[str | None, ByModule]) -> Cause:
+    """Return it as one of gradients that come in before another optimizer's step, and are gone before their own."""
+    of_parameters = {model: sum(one.parameters for one in by_module.values()) for model, by_module in models.items()}
+    model = max(of_parameters, key=lambda model: of_parameters[model])
+    change = f"{model}.requires_grad_(False) while the other optimizer's loss goes backward"
+    if any(one.early for one in models[model].values()):
+        change = f".detach() of what {model} made, for the other optimizer's loss"
+    return replace(
+        cause,
+        cause=f"backward computes gradients of {model} that are thrown away",
+        module=model,
+        further_modules=(),
+        change=change,
+        saves_bytes=None,
+    )
 
-    return remove_operations("no gradients that nobody reads", choose, NOTHING, "which kernels of backward they take")
 
-
-def _find_needless(
-    evidence: Evidence, step: ReplayedStep, by_module: Mapping[str, UnreadGradients]
-) -> Iterator[Operation]:
+def _find_needless(evidence: Evidence, step: ReplayedStep, by_module: ByModule) -> Iterator[Operation]:
     """Yield the operations of backward that only gradients need which nobody reads.
 
     Of modules of one kind backward comes to the first ones last. Of a product's two gradients that of what comes in is
     the first, and the parameter's the second; that of a bias is a sum.
     """
-    own, passes = defaultdict[str, list[Operation]](list), max(1, round(evidence.summary.passes or 1))
-    for one in evidence.operations(step):
+    some, own = next(iter(by_module.values())), defaultdict[str, list[Operation]](list)
+    passes = 1 if some.before is not None else max(1, round(evidence.summary.passes or 1))
+    for one in _choose_passes(evidence, step, some):
         if one.phase == BACKWARD and one.module is not None and kind_of(one.module) in by_module:
             own[one.module].append(one)
     for module, operations in own.items():
@@ -85,7 +118,28 @@ def _find_needless(
             yield from part[-unread.first * passes :] if unread.first else ()
 
 
-def _outermost(by_module: Mapping[str, UnreadGradients]) -> list[str]:
+def _choose_passes(evidence: Evidence, step: ReplayedStep, unread: UnreadGradients) -> Sequence[Operation]:
+    """Return the operations in whose passes they are unread: those of a model before an optimizer's step, or all.
+
+    None where optimizers' steps cannot be told apart.
+    """
+    operations = evidence.operations(step)
+    if unread.before is None or unread.model is None or evidence.work is None:
+        return operations
+    parts: list[list[Operation]] = [[]]
+    for one, following in zip_longest(operations, operations[1:]):
+        parts[-1].append(one)
+        if following is not None and one.phase == OPTIMIZER != following.phase:
+            parts.append([])
+    steps = sum(any(one.phase == OPTIMIZER for one in part) for part in parts)
+    if steps != evidence.work.optimizer_steps:
+        return ()
+    ranges = evidence.module_ranges.get((BACKWARD, unread.model), ())
+    inside = {at for rows in evidence.operations_in(step, ranges) for at in rows}
+    return [one for one in parts[unread.before] if one.at in inside]
+
+
+def _outermost(by_module: ByModule) -> list[str]:
     """Return the outermost modules of which all is early, and those elsewhere whose own gradients nobody reads."""
     early = [name for name, unread in by_module.items() if unread.early == unread.instances]
     whole = [name for name in early if _within(name, by_module) and not any(is_part(name, other) for other in early)]
@@ -106,7 +160,7 @@ def _dense_tables(evidence: Evidence) -> Iterator[Cause]:
     parameter_bytes = sum(used.parameter_bytes for used in optimizers)
     if evidence.step is None or work is None or not parameter_bytes:
         return
-    unread = {gradients.module for gradients in work.unread_gradients if gradients.parameters}
+    unread = {one.module for one in work.unread_gradients if one.parameters and one.before is None}
     tables = [table for table in work.tables if 2 * table.used < table.rows and table.module not in unread]
     if not tables:
         return

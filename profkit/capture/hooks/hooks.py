@@ -152,7 +152,7 @@ class Hooks(RangeObserver):
         """Is called on each thread that begins a backward pass, if anybody asks."""
         self.on_call: Callable[[dict[str, Any]], None] | None = None
         """Is called with the keyword arguments of each outermost call of a module, if anybody asks."""
-        self.on_optimizer: Callable[[], None] | None = None
+        self.on_optimizer: Callable[[Optimizer], None] | None = None
         """Is called after each step of an optimizer, while its gradients are there, if anybody asks."""
         self._unwatch_graph: Callable[[], None] | None = None
         self.begun = -1
@@ -520,7 +520,7 @@ class Hooks(RangeObserver):
         if is_well:
             self.optimizers.note_step(optimizer)
             if self.on_optimizer is not None:
-                self.on_optimizer()
+                self.on_optimizer(optimizer)
             self._watcher.optimizer_ends(optimizer)
             self._make_boundary(self.steps.optimizer_ends(optimizer))
 

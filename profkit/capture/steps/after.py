@@ -6,6 +6,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from time import perf_counter_ns
 
+from torch.optim import Optimizer
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from profkit.annotation import annotate
@@ -135,7 +136,7 @@ class CountedStep:
             return
         trained = [one for model in self._hooks.steps.models for one in model.parameters() if one.requires_grad]
         try:
-            self._counter = WorkCounter(self._hooks.optimizers.parameters(), trained)
+            self._counter = WorkCounter(self._hooks.optimizers.parameters_of_each(), trained)
         except Exception as error:  # a parameter of which nobody can say where it lies
             self.why_not, self.is_on = describe_error(error), False
             return
@@ -173,11 +174,11 @@ class CountedStep:
             self._around.close()
         return counter
 
-    def _optimizer_stepped(self) -> None:
+    def _optimizer_stepped(self, optimizer: Optimizer) -> None:
         assert self._counter is not None
         hooks = self._hooks
         stepped = set(map(id, hooks.optimizers.parameters()))
-        self._counter.optimizer_stepped(hooks.steps.models, hooks.names.range_of, stepped)
+        self._counter.optimizer_stepped(id(optimizer), hooks.steps.models, hooks.names.range_of, stepped)
 
     def _forbidden(self, rank: int | None) -> str | None:
         if _get_current_dispatch_mode() is not None:

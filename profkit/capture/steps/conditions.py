@@ -74,8 +74,15 @@ class UsedOptimizers:
 
     def parameters(self) -> list[Tensor]:
         """Return the parameters of all these optimizers that are still there."""
-        groups = (group for optimizer in self._known for group in optimizer.param_groups)
-        return [parameter for group in groups for parameter in group["params"]]
+        return [parameter for optimizer in self._known for parameter in parameters_of(optimizer)]
+
+    def parameters_of_each(self) -> dict[int, list[Tensor]]:
+        """Return the parameters of each that is still there, by its id."""
+        return {id(optimizer): parameters_of(optimizer) for optimizer in self._known}
+
+
+def parameters_of(optimizer: Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def describe_optimizer(optimizer: Optimizer) -> UsedOptimizer:

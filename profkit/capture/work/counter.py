@@ -16,9 +16,9 @@ import re
 import sys
 import threading
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import takewhile
+from itertools import chain, takewhile
 from types import FrameType
 from typing import Any
 
@@ -32,7 +32,7 @@ from profkit.capture.compiled.watch import loaded
 from profkit.capture.line_samples import Place, describe, find_place
 from profkit.capture.steps.conditions import count_compiled_graphs
 from profkit.capture.work import Instance, Products, WorkAccount, summarize_work
-from profkit.capture.work.gradients import GradientFlow, Parameters, RangeOf
+from profkit.capture.work.gradients import GradientFlow, GradientsApart, Parameters, RangeOf
 from profkit.capture.work.operator_work import (
     Buffers,
     GraphPart,
@@ -107,11 +107,13 @@ class WorkCounter(OperatorMode, RangeObserver):
     """Counts from `start` to `stop`; `content` returns the result.
 
     Args:
-        stepped: the parameters of all optimizers that have made a step before.
+        stepped: the parameters of each optimizer that has made a step before, by its id.
         differentiated: those of which backward computes gradients.
     """
 
-    def __init__(self, stepped: Iterable[torch.Tensor] = (), differentiated: Iterable[torch.Tensor] = ()) -> None:
+    def __init__(
+        self, stepped: Mapping[int, Sequence[torch.Tensor]] | None = None, differentiated: Iterable[torch.Tensor] = ()
+    ) -> None:
         super().__init__()
         self._account = WorkAccount()
         self._lock = threading.Lock()
@@ -128,7 +130,9 @@ class WorkCounter(OperatorMode, RangeObserver):
         self._tables: dict[tuple[str, tuple[int, ...]], Counter[str]] = {}
         self._shared_shapes: set[tuple[int, ...]] = set()
         self._unread: dict[str, UnreadGradients] = {}
-        self._needed, self._computed = GradientFlow(stepped), GradientFlow(differentiated)
+        stepped = stepped or {}
+        self._needed, self._computed = GradientFlow(chain.from_iterable(stepped.values())), GradientFlow(differentiated)
+        self._apart = GradientsApart(stepped)
         self._repeated = RepeatedCalls(self._computed.weights)
         self._model_flops = 0
         self._work: dict[tuple[str, ...], Any] = {}
@@ -165,13 +169,16 @@ class WorkCounter(OperatorMode, RangeObserver):
         finally:
             self._looks_at_padding = False
 
-    def optimizer_stepped(self, models: Sequence[nn.Module], range_of: RangeOf, stepped: Collection[int]) -> None:
+    def optimizer_stepped(
+        self, optimizer: int, models: Sequence[nn.Module], range_of: RangeOf, stepped: Collection[int]
+    ) -> None:
         """An optimizer's step has ended, with gradients still there; ``stepped``: the ids of all optimizers' own."""
         try:
             parameters = Parameters(models, range_of)
             self._shared_shapes |= parameters.shapes_of_shared()
             for unread in parameters.find_unread(stepped, self._computed, self._needed):
                 self._unread[unread.module] = unread
+            self._apart.stepped(optimizer, parameters, self._computed)
         except Exception as error:  # the program goes on
             self.failure = f"looking at gradients failed ({describe_error(error)})"
 
@@ -209,9 +216,10 @@ class WorkCounter(OperatorMode, RangeObserver):
             work,
             lines=tuple(_describe_lines(self._lines)),
             padding=padding,
-            unread_gradients=tuple(self._unread.values()),
+            unread_gradients=(*self._unread.values(), *self._apart.find(self._computed)),
             tables=tuple(self._describe_tables()),
             independent_calls=tuple(self._repeated.describe()),
+            optimizer_steps=self._apart.steps,
         )
 
     def _describe_tables(self) -> Iterator[DenseTable]:
@@ -333,7 +341,7 @@ class WorkCounter(OperatorMode, RangeObserver):
                 work = replace(work, products=Products())
         self._add(innermost, work.products, work.other_flops)
         self._account.move(innermost, work.reads, work.writes)
-        for follower in (self._repeated, self._computed, self._needed):
+        for follower in (self._repeated, self._computed, self._needed, self._apart):
             follower.did(innermost, work)
 
     def _note_line(self, work: OperatorWork, frame: FrameType) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor, nn
 
@@ -11,6 +12,9 @@ from profkit.capture.work import Instance
 from profkit.capture.work.operator_work import Buffers, OperatorWork, storage_of
 from profkit.names import FORWARD, kind_of
 from profkit.run.work import UnreadGradients
+
+_MOST_OPTIMIZERS = 4
+"""With more of them, following each takes long."""
 
 RangeOf = Callable[[nn.Module], str | None]
 """The name of a module's range, None if it has none."""
@@ -64,10 +68,12 @@ class Parameters:
         self._count: Counter[int] = Counter()
         self._range_of = range_of
         self._seen: set[nn.Module] = set()
+        self.places: dict[int, tuple[str, str]] = {}
+        """By a parameter's id, the ranges of its model and of the innermost module around it."""
         for model in models:
-            self._collect(model, "")
+            self._collect(model, "", range_of(model) or "")
 
-    def _collect(self, module: nn.Module, around: str) -> None:
+    def _collect(self, module: nn.Module, around: str, model: str) -> None:
         if module in self._seen:
             return
         self._seen.add(module)
@@ -75,8 +81,9 @@ class Parameters:
         own = [parameter for parameter in module._parameters.values() if parameter is not None]
         self._count.update(map(id, own))
         self._own.setdefault(name, []).extend(own)
+        self.places.update((id(parameter), (model, name)) for parameter in own)
         for child in module.children():
-            self._collect(child, name)
+            self._collect(child, name, model)
 
     def shapes_of_shared(self) -> set[tuple[int, ...]]:
         """Return the shapes of parameters that several modules have: a table's is another's matrix, with a gradient
@@ -112,9 +119,115 @@ class Parameters:
         return [*_by_kind(kinds, unread, *names)]
 
 
+@dataclass
+class _Part:
+    """What runs between two optimizers' steps, of which ``optimizer`` makes the second.
+
+    ``came`` has the gradients that it added to, by their parameters' ids, without the optimizer's own: where they lie.
+    ``instances`` are the modules' calls in it. What is ``read`` was still there at its own optimizer's next step.
+    """
+
+    optimizer: int
+    came: dict[int, Hashable]
+    instances: list[Instance]
+    read: dict[int, bool] = field(default_factory=dict)
+
+
+class GradientsApart:
+    """Finds the gradients that come in before one optimizer's step and are thrown away before their own one's.
+
+    So it is with a generator's where what it made is not detached from the discriminator's loss, and with those of the
+    discriminator that the generator's loss goes through. Which of them are read in the next step is not seen: it is
+    taken to throw away what this one did, where it found gradients.
+
+    Args:
+        optimizers: the parameters of each, by its id.
+    """
+
+    def __init__(self, optimizers: Mapping[int, Sequence[Tensor]]) -> None:
+        is_apart = 1 < len(optimizers) <= _MOST_OPTIMIZERS
+        self._own = {key: {id(one): one for one in own} for key, own in optimizers.items()} if is_apart else {}
+        self._flows = {key: GradientFlow(own.values()) for key, own in self._own.items()}
+        self._memory: Buffers = {}
+        self._notes = {at: self._look(one) for own in self._own.values() for at, one in own.items()}
+        self._before = dict(self._notes)
+        self._keeps: dict[int, bool] = {}
+        """Parameters whose optimizer has stepped, and whether it read a gradient of the step before."""
+        self._parts: list[_Part] = []
+        self._places: dict[int, tuple[str, str]] = {}
+        self._seen_instances = 0
+
+    def _look(self, parameter: Tensor) -> tuple[Hashable, int] | None:
+        """Return where a parameter's gradient lies, and how often it was changed there."""
+        gradient = parameter.grad
+        return None if gradient is None else (storage_of(gradient, self._memory), gradient._version)
+
+    def did(self, innermost: Instance, work: OperatorWork) -> None:
+        for flow in self._flows.values():
+            flow.did(innermost, work)
+
+    def stepped(self, optimizer: int, parameters: Parameters, computed: GradientFlow) -> None:
+        """An optimizer's step has ended, with gradients still there."""
+        if optimizer not in self._own:
+            return
+        self._places |= parameters.places
+        came: dict[int, Hashable] = {}
+        for key, own in self._own.items():
+            for at, parameter in own.items():
+                now = self._look(parameter)
+                if now is not None and now != self._notes[at] and key != optimizer:
+                    came[at] = now[0]
+                self._notes[at] = now
+        for at in self._own[optimizer]:
+            place = self._place(self._notes[at])
+            self._keeps.setdefault(at, place is not None and place == self._place(self._before[at]))
+            for part in self._parts:
+                if at in part.came:
+                    part.read.setdefault(at, part.came[at] == place)
+        self._parts.append(_Part(optimizer, came, computed.instances[self._seen_instances :]))
+        self._seen_instances = len(computed.instances)
+
+    @staticmethod
+    def _place(note: tuple[Hashable, int] | None) -> Hashable | None:
+        return None if note is None else note[0]
+
+    @property
+    def steps(self) -> int:
+        """How many optimizers' steps there were."""
+        return len(self._parts)
+
+    def find(self, computed: GradientFlow) -> Iterator[UnreadGradients]:
+        """Yield them by part and model, if none of a part's is read later."""
+        parameters = {at: one for own in self._own.values() for at, one in own.items()}
+        for before, part in enumerate(self._parts):
+            # What its optimizer stepped before may be read in the next step.
+            is_read = any(part.read.get(at, self._keeps.get(at, True)) for at in part.came)
+            models: dict[str, dict[str, list[Tensor]]] = {}
+            for at in part.came if not is_read else ():
+                model, name = self._places.get(at, ("", ""))
+                models.setdefault(model, {}).setdefault(name, []).append(parameters[at])
+            yield from self._describe(before, part, computed, models)
+
+    def _describe(
+        self, before: int, part: _Part, computed: GradientFlow, models: Mapping[str, Mapping[str, Sequence[Tensor]]]
+    ) -> Iterator[UnreadGradients]:
+        flow, own = self._flows[part.optimizer], set(part.instances)
+        early = {one for one in (computed.depending - flow.depending) & own if one.path[1] in models}
+        # Only where backward goes on into what needs no gradient does it compute that of what comes in.
+        first = (computed.fed - flow.fed) & flow.depending & own if early else set[Instance]()
+        for model in {one.path[1]: None for one in computed.instances}:
+            kinds: dict[str, dict[str, None]] = {}
+            for one in computed.instances:
+                if one.path[1] == model:
+                    kinds.setdefault(kind_of(one.path[-1]), {})[one.path[-1]] = None
+            names = [{one.path[-1] for one in some if one.path[1:2] == (model,)} for some in (early, first)]
+            for found in _by_kind(kinds, models.get(model, {}), *names):
+                yield replace(found, before=before, model=kind_of(model))
+
+
 def _by_kind(
     kinds: Mapping[str, Collection[str]],
-    unread: Mapping[str, Sequence[nn.Parameter]],
+    unread: Mapping[str, Sequence[Tensor]],
     early: Collection[str],
     first: Collection[str],
 ) -> Iterator[UnreadGradients]:
