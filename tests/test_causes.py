@@ -648,6 +648,24 @@ def of_two_models(*, is_detached: bool, steps: int = 2) -> tuple[Program, dict[s
     return program, works(unread_gradients=[judges, *[maker] * (not is_detached)], optimizer_steps=steps)
 
 
+def sliced(slices: int, *, are_copied: bool = True) -> Program:
+    """Return steps whose backward fills a tensor for each slice, copies the gradient into it, and adds them up."""
+    one = [launch(FILL, 100_000), *[launch(LAYOUT, 5_000)] * are_copied, launch(ADD, 300_000)]
+    return equal_steps(
+        within("forward/model/head", launch(NVJET, MS)), within("backward/model/head", *one * slices), wait
+    )
+
+
+def sigmoids(*backward: str, gate: int = 100_000) -> Program:
+    """Return steps of blocks that multiply with a sigmoid, and of what these kernels do in backward."""
+    forward = within("forward/model/act", launch(SIGMOID, gate), launch(MUL, 100_000))
+    return equal_steps(
+        *[forward, within("forward/model/fc", launch(NVJET, MS))] * 8,
+        *[within("backward/model/act", *(launch(name, 100_000) for name in backward))] * 8,
+        wait,
+    )
+
+
 def table(used: int, *, is_unread: bool = False) -> tuple[Program, dict[str, Any]]:
     """Return steps whose optimizer spends 4 ms, three quarters of it on a table of 1,000 rows."""
     fill = within("backward/model/table", launch(FILL, MS), launch(NVJET, MS // 10))
@@ -743,6 +761,12 @@ NEARLY: list[Case] = [
     ("padding", *padded(950)),
     ("padding", *padded(950, 760)),
     ("unread-gradients", *frozen(0, 0)),
+    # Few slices; and fills of what computes in full right after.
+    ("slices", sliced(6), {}),
+    ("slices", sliced(40, are_copied=False), {}),
+    # A gate's two gradients are those of two tensors; one of few numbers is no activation of all.
+    ("activation", sigmoids(MUL, MUL, SIGMOID), {}),
+    ("activation", sigmoids(MUL, MUL, SIGMOID, ADD, gate=3_000), {}),
     # Which pass is before which optimizer's step is not known.
     ("unread-gradients", *of_two_models(is_detached=True, steps=3)),
     # Whoever gathers by an index sums up its gradients, deterministic or not.
@@ -930,6 +954,8 @@ NAMED: dict[str, Case] = {
     ),
     "a module that is called for each sample": ("loop", *separate_calls(4_000)),
     "a block whose backward pass nobody needs": ("unread-gradients", *frozen(1, 1)),
+    "slices of one tensor": ("slices", sliced(40), {}),
+    "a product with its sigmoid": ("activation", sigmoids(MUL, MUL, SIGMOID, ADD), {}),
     "a discriminator's gradients before the generator's step": ("unread-gradients", *of_two_models(is_detached=True)),
     "blocks and what comes into the head": ("unread-gradients", *frozen(2, 2, 1)),
     "blocks whose own gradients nobody reads": ("unread-gradients", *frozen(0, 2)),
@@ -1390,6 +1416,25 @@ def test_what_backward_runs_outside_of_unknown_modules_is_no_single_places(tmp_p
     advice = by_code(program.write(tmp_path))["norm"]
     assert advice.evidence["kernels"] == 5 + own
     assert ("with backward" in advice.cause) == bool(own)
+
+
+def test_of_a_line_that_converts_and_moves_its_wait_is_that_of_the_move(tmp_path: Path) -> None:
+    program = equal_steps(within("forward", *WAITS))
+    for waits_in, is_said in ((None, "x.float() waits for the GPU"), ("….to", None), ("….item", ".item() waits for")):
+        convert = replace(MEAN, called="x.float", waits=3, waits_in=waits_in)
+        found = by_code(program.write(tmp_path / str(waits_in), [convert]))
+        assert ("waits" in found) == (is_said is not None)
+        assert is_said is None or found["waits"].cause.startswith(is_said)
+
+
+def test_a_function_of_the_dataset_whose_lines_take_a_batch_together_is_what_to_do_once(tmp_path: Path) -> None:
+    program, given = slow_dataset(55 * MS, 50 * MS, batch_ns=220 * MS)
+    (parse,) = given["lines"]
+    for function, change in (("Data.stamp", "do what Data.stamp does once"), ("Data.__getitem__", "num_workers")):
+        lines = [replace(parse, line=number, function=function) for number in range(12, 16)]
+        lines[0] = replace(lines[0], function=f"{function}.<lambda>")
+        result = program.write(tmp_path / function, **{**given, "lines": lines})
+        assert change in by_code(result)["loader"].change if "loader" in by_code(result) else change == "num_workers"
 
 
 def test_a_generators_gradients_before_the_discriminators_step_need_nothing_of_its_backward(tmp_path: Path) -> None:

@@ -475,6 +475,25 @@ def test_a_wait_for_an_event_is_for_nothing_that_ran_on_when_it_ended(tmp_path: 
         assert step.proof.error == pytest.approx(0, abs=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("called_us", "copied_us", "is_held"),
+    [(400, (100, 399), True), (400, (100, 420), True), (20, (15, 400), False), (20, (15, 30), False)],
+)
+def test_a_copy_of_pageable_memory_holds_the_host_though_its_last_piece_is_on_its_way_when_the_call_ends(
+    tmp_path: Path, called_us: int, copied_us: tuple[int, int], is_held: bool
+) -> None:
+    builder = NsysBuilder()
+    builder.range("step", 0, 1_000_000)
+    start_us, end_us = copied_us
+    builder.copy(0, (end_us - start_us) * 1_000, kind=1, start=start_us * 1_000)
+    builder.rows["CUPTI_ACTIVITY_KIND_RUNTIME"][-1]["end"] = called_us * 1_000
+    trace = read_trace(builder.write(tmp_path / "t.sqlite")).trace
+    step = ProcessCalls(trace, int(trace.calls.process[0])).step(0, 1_000_000)
+    assert step.kind == [COPY if is_held else LAUNCH]
+    found = run(prepare(step, CONSTANTS), CONSTANTS)
+    assert (found.call_end_ns, found.end_ns) == (step.call_end_ns, step.end_ns)
+
+
 def test_two_operations_in_the_queue_keep_what_passed_between_them() -> None:
     step = Machine([Doing(1_000, 1_000, LAUNCH, durations_ns=(90_000,)) for _ in range(4)], CONSTANTS).run().columns()
     later = [0, 0, 3_000, 3_000]

@@ -108,6 +108,7 @@ class _Total:
     callers: Counter[str | None] = field(default_factory=Counter)
     inside: Counter[str | None] = field(default_factory=Counter)
     waits_inside: Counter[str | None] = field(default_factory=Counter)
+    waits_in: Counter[str | None] = field(default_factory=Counter)
     samples: int = 0
     waits: int = 0
     waiting_ns: int = 0
@@ -136,6 +137,7 @@ def _merge(sampler: StackSampler, waits: Waits, steps: int) -> list[LineTime]:
         for row, called, caller in _rows_of(*key):
             totals[row].waits += count
             totals[row].callers[caller] += 0 if totals[row].samples else count
+            totals[row].waits_in[called] += count
             if called is not None:
                 totals[row].called[called] += 0
     return [_line_time(row, total, steps) for row, total in totals.items()]
@@ -170,6 +172,7 @@ def _line_time(row: _Row, total: _Total, steps: int) -> LineTime:
     squares = sum((time_ns - mean) ** 2 for time_ns in total.times)
     error = math.sqrt(squares / (steps - 1) / steps) if steps > 1 else mean
     called = max(total.called, key=lambda name: total.called[name], default=None)
+    waits_in = _name_most(total.waits_in)
     line, phase, thread, is_caller = row
     return LineTime(
         **line._replace(called=called)._asdict(),
@@ -183,6 +186,7 @@ def _line_time(row: _Row, total: _Total, steps: int) -> LineTime:
         is_caller=is_caller,
         inside=_name_most(total.waits_inside or total.inside),
         caller=_name_most(total.callers),
+        waits_in=None if waits_in == called else waits_in,
     )
 
 

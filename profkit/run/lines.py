@@ -68,7 +68,8 @@ class LineTime:
     With ``is_caller`` it is what other lines of the user's own took, and how they waited, that this one had called.
     ``inside`` is the library's function, behind its file's name, in which most of its waits were, or else of its time:
     ``collate.default_collate``. ``caller`` is the line of the user's own in whose call most of its time was, as
-    ``train.py:30 main``. Each is None if no one has most of it.
+    ``train.py:30 main``. Each is None if no one has most of it. ``waits_in`` is what it calls where it waits, None if
+    that is what it calls: of ``x.float().to("cuda")`` one takes the time, and the other waits.
     """
 
     file: SourceFile | None
@@ -85,6 +86,7 @@ class LineTime:
     is_caller: bool = False
     inside: FunctionName | None = None
     caller: SourceLine | None = None
+    waits_in: FunctionName | None = None
 
     @property
     def own_ns(self) -> int:
@@ -97,7 +99,7 @@ class LineTime:
 
     @property
     def is_move(self) -> bool:
-        return self.method in ("to", "cuda")
+        return (self.waits_in or self.called or "").rpartition(".")[2] in ("to", "cuda")
 
     @property
     def place(self) -> tuple[str | None, int]:

@@ -41,6 +41,7 @@ _REPEATS, _REPEATED = 3, 0.5
 """A loop runs the same two kernels one after the other so often, for this share of all its kernels."""
 _LARGE = 0.4
 """Kernels of a chain that take this share of its longest one handle as many numbers."""
+_SILU = "sigmoid", "MulFunctor"
 _PASS, _MANY_PASSES = 0.2, 5
 """Kernels of this share of the longest one pass over as large a matrix; torch's own loss needs fewer than so many."""
 _MOST_CHAINS = 4
@@ -70,7 +71,13 @@ def _chains(evidence: Evidence) -> Iterator[Cause]:
     if loss is not None:
         yield loss
     others = (BACKWARD,) if loss is None else (BACKWARD, LOSS)
-    written = [run for run in _find_runs(evidence, step) if run[0].phase not in others and _is_written_out(run)]
+    runs = _find_runs(evidence, step)
+    summing = {
+        run[0].module for run in runs if run[0].phase == BACKWARD and any("CUDAFunctor_add" in one.name for one in run)
+    }
+    written = [run for run in runs if run[0].phase not in others and _is_written_out(run)]
+    # A gate has the same kernels, but its two gradients are those of two tensors.
+    written = [run for run in written if not _is_silu(run) or run[0].module in summing]
     alike: defaultdict[tuple[str, ...], dict[ChainPlace, list[Run]]] = defaultdict(dict)
     known: dict[tuple[str, ...], tuple[str, ...]] = {}
     for place in dict.fromkeys(map(_place_of, written)):
@@ -163,7 +170,14 @@ def _knows_modules_of_backward(operations: Sequence[Operation]) -> bool:
 
 def _is_written_out(run: Run) -> bool:
     has_own = any(one.category in ("normalization", "loss", "softmax") for one in run)
-    return len(run) >= (_MANY if has_own else _FEW)
+    return len(run) >= (_MANY if has_own else _FEW) or _is_silu(run)
+
+
+def _is_silu(run: Run) -> bool:
+    """Return whether a run is a product with a sigmoid of as many numbers."""
+    names, times_ns = [one.name for one in run], [one.duration_ns for one in run]
+    is_product = len(run) == len(_SILU) and all(part in name for part, name in zip(_SILU, names, strict=True))
+    return is_product and min(times_ns) >= _LARGE * max(times_ns)
 
 
 def _kind_of_place(place: ChainPlace, runs: Sequence[Run]) -> tuple[str, str, str]:
@@ -247,7 +261,8 @@ def _kind_of_chain(run: Run, in_turn: int) -> tuple[str, str, str]:
     if reduces and ("rsqrt" in names or "sqrt" in names or "pow" in names or "mean" in names):
         return "norm", "a norm is written out", "F.layer_norm or F.rms_norm"
     if "tanh" in names or "erf" in names or "sigmoid" in names or "pow" in names:
-        return "activation", "an activation is written out", 'F.gelu(x, approximate="tanh"), or torch\'s own'
+        usual = "F.silu(x)" if _is_silu(run) else 'F.gelu(x, approximate="tanh"), or torch\'s own'
+        return "activation", "an activation is written out", usual
     return "chain", "a chain of elementwise kernels", "torch.compile of this module, or one operation of torch"
 
 

@@ -42,6 +42,7 @@ _NEARLY = 2.0
 """More workers are the simpler change, as long as the step takes no more than so many times its pace with them."""
 _COLLATING = ("collate.", "fetch.")
 """Files of torch's whose functions get samples one by one, and put them together."""
+_MAKING_SAMPLES = ("__getitem__", "__getitems__", "__iter__", "__next__", "__call__")
 _OF_SINGLE = 0.2
 """What is left of that time where the dataset makes a whole batch at once."""
 _SEVERAL = 1.5
@@ -127,14 +128,15 @@ def cheapen_batches(evidence: Evidence, waited_ns: int, pace_ns: int) -> tuple[C
     line, collating_ns = _costliest_line(evidence), _time_collating(evidence)
     if line is None or facts.batch_ns <= longest_ns:
         return None
+    costly_ns, what = _time_function(evidence, line)
     if collating_ns > _MOSTLY * facts.batch_ns:
         change = "let the dataset make whole batches (batch_size=None, or __getitems__), not single samples"
         left_ns = facts.batch_ns - round((1 - _OF_SINGLE) * collating_ns)
-    elif line.time_ns < _OF_DATASET * facts.batch_ns:
+    elif costly_ns < _OF_DATASET * facts.batch_ns:
         return None
     else:
-        change = f"do {line.called or 'it'} once, or beforehand, not for every sample"
-        left_ns = facts.batch_ns - line.time_ns
+        change = f"do {what} once, or beforehand, not for every sample"
+        left_ns = max(0, facts.batch_ns - costly_ns)
     cause = replace(describe_loader(evidence, waited_ns, facts.workers), change=change, edit=None, costs=None)
     return cause, round(left_ns / facts.batches_at_once(facts.workers, "expected"))
 
@@ -242,6 +244,19 @@ def _costliest_line(evidence: Evidence) -> LineTime | None:
     if sum(line.time_ns for line in own) < _OF_DATASET * sum(line.time_ns for line in lines):
         own = lines
     return max(own, key=lambda line: line.time_ns, default=None)
+
+
+def _time_function(evidence: Evidence, line: LineTime) -> tuple[int, str]:
+    """Return what a line of workers takes, or its function where most of that is in other lines; and what it does.
+
+    A function that makes the whole sample is no part of it.
+    """
+    function = line.function.partition(".<")[0]
+    own = [one for one in evidence.lines if one.thread == line.thread and one.file == line.file]
+    time_ns = sum(one.time_ns for one in own if one.function.partition(".<")[0] == function)
+    if 2 * line.time_ns > time_ns or function.rpartition(".")[2] in _MAKING_SAMPLES:
+        return line.time_ns, line.called or "it"
+    return time_ns, f"what {function} does"
 
 
 def _padding(evidence: Evidence) -> Iterator[Cause]:

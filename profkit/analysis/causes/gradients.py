@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import zip_longest
+from itertools import pairwise, zip_longest
+from statistics import median
 
 from profkit.analysis.causes.changes import NOTHING, By, remove_operations, scale_operations
 from profkit.analysis.causes.evidence import WORTH_COMPILING, Cause, Evidence, Interval, Operation, is_part
@@ -18,6 +19,9 @@ from profkit.run.work import DenseTable, UnreadGradients
 ByModule = dict[str, UnreadGradients]
 """What is unread in the modules of one model, by their kinds."""
 
+_MANY_SLICES, _SUMMED, _MOST_OF_SUM = 8, 0.8, 6
+"""So many tensors are filled for slices; such a share of them is added up, in at most so many times a fill's time."""
+_SLICES_LEFT: By = {"least": 0.0, "expected": 0.03, "most": 0.2}
 _OF_DENSE: By = {"least": 0.02, "expected": 0.1, "most": 0.4}
 """What steps of rows take of the time for a dense gradient's zeros."""
 _OF_BACKWARD: By = {"least": 0.05, "expected": 0.3, "most": 0.8}
@@ -191,6 +195,49 @@ def _dense_tables(evidence: Evidence) -> Iterator[Cause]:
     )
 
 
+def _slices(evidence: Evidence) -> Iterator[Cause]:
+    """Slices of one tensor, each of whose gradients is as large as all of it: zeros, which are then added up."""
+    if evidence.step is None:
+        return
+    modules = dict.fromkeys(one.module for one in evidence.kernels if one.phase == BACKWARD)
+    for module in modules:
+        fills, sums = _find_slices(evidence, evidence.step, module)
+        if not fills:
+            continue
+
+        def choose(step: ReplayedStep, module: str | None = module) -> list[int]:
+            fills, sums = _find_slices(evidence, step, module)
+            return [one.at for one in (*fills[1:], *sums)]
+
+        yield Cause(
+            code="slices",
+            cause=f"backward makes a gradient of the whole tensor for each of its {len(fills):,} slices",
+            detail=", and adds them up",
+            module=module,
+            change="x.unbind(dim), or split or chunk, once before the loop: its backward writes each slice once",
+            changes=[remove_operations("no slices one by one", choose, _SLICES_LEFT, "what writes the gradient once")],
+            evidence={"slices": len(fills), "time_ns": sum(one.duration_ns for one in (*fills, *sums))},
+        )
+
+
+def _find_slices(
+    evidence: Evidence, step: ReplayedStep, module: str | None
+) -> tuple[Sequence[Operation], Sequence[Operation]]:
+    """Return what fills as large tensors with zeros in a module's backward passes, and what adds them up, if many do.
+
+    A slice's gradient is copied into each right after. A sum reads two of them and writes one.
+    """
+    own = [one for one in evidence.operations(step) if one.phase == BACKWARD and one.module == module]
+    pairs = pairwise(own)
+    fills = [one for one, then in pairs if "FillFunctor" in one.name and then.category in ("copy/cast", "copy")]
+    usual_ns = median(one.duration_ns for one in fills) if fills else 0
+    fills = [one for one in fills if usual_ns <= 2 * one.duration_ns <= 4 * usual_ns]
+    added = [one for one in own if "CUDAFunctor_add" in one.name]
+    sums = [one for one in added if usual_ns <= one.duration_ns <= _MOST_OF_SUM * usual_ns]
+    is_sliced = len(fills) >= _MANY_SLICES and len(sums) >= _SUMMED * len(fills)
+    return (fills, sums) if is_sliced else ((), ())
+
+
 def _count_zeros(table: DenseTable) -> int:
     return table.bytes * (table.rows - table.used) // table.rows
 
@@ -199,4 +246,4 @@ def _share_of_zeros(tables: Sequence[DenseTable]) -> float:
     return sum(map(_count_zeros, tables)) / max(1, sum(table.bytes for table in tables))
 
 
-GRADIENTS = (_unread_gradients, _dense_tables)
+GRADIENTS = (_unread_gradients, _dense_tables, _slices)

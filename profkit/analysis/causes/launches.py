@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import PurePath
 from statistics import median
@@ -104,7 +105,7 @@ def _waits(evidence: Evidence) -> Iterator[Cause]:
         trains = (line.called or "").endswith(_TRAINING)
         is_batch = _moves_to_gpu(evidence, line) and line.waits < _SEVERAL_MOVES
         if is_own and line.waits >= 1 and not trains and not is_batch:
-            waits.append(line)
+            waits.append(replace(line, called=line.waits_in or line.called))
     for lines in _group_adjacent(waits):
         line = max(lines, key=lambda line: line.waits)
         count = sum(line.waits for line in lines)

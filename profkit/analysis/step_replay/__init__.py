@@ -299,8 +299,8 @@ class ProcessCalls:
                 elif target is not None:
                     pending.setdefault(sync.stream, []).append(target)
             elif begin < end:
-                ended = all(step.end_ns[row] <= step.call_end_ns[at] for row in range(begin, end))
-                step.kind[at] = COPY if ended and _COPIES.match(name) else LAUNCH
+                is_held = _COPIES.match(name) and all(_holds(step, at, row) for row in range(begin, end))
+                step.kind[at] = COPY if is_held else LAUNCH
             elif "EventRecord" in name:
                 recorded[first + at] = latest = dict(last)
             for row in range(begin, end):
@@ -313,6 +313,16 @@ class ProcessCalls:
                 last[stream] = row
 
 
+def _holds(step: StepColumns, call: int, row: int) -> bool:
+    """Return whether a call holds the host until it has copied: all, or most of what takes long.
+
+    The last piece of pageable memory is on its way when the call returns.
+    """
+    left_ns, duration_ns = step.end_ns[row] - step.call_end_ns[call], step.end_ns[row] - step.start_ns[row]
+    return left_ns <= 0 or (duration_ns > _LONG_COPY_NS and 2 * left_ns < duration_ns)
+
+
+_LONG_COPY_NS = 100_000
 _MOST_AT_ONCE = 64
 """How many threads may begin a call in the same nanosecond."""
 

@@ -248,7 +248,7 @@ def run_on(  # noqa: PLR0912  the loop, in one piece
                 start[row], end[row] = begins, begins + duration[row]
                 queues.add(streams[row], row, slots[row])
             if kind == COPY:
-                ended = max(ended, end[last - 1] + max(0, step.call_end_ns[at] - step.end_ns[last - 1]))
+                ended = max(ended, end[last - 1] + step.call_end_ns[at] - step.end_ns[last - 1])
                 call_cause[at] = last - 1
         call_start.append(begun)
         call_end.append(ended)
