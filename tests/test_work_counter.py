@@ -422,6 +422,43 @@ def test_a_gradient_that_counting_would_change_is_left_alone_and_nothing_counts(
     assert torch.equal(x.grad, plain.grad)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("by_name", [False, True])
+def test_a_ctc_loss_is_that_of_numbers_as_without_counting(*, by_name: bool) -> None:
+    """Its kernels on a GPU refuse lengths that are tensors on the host, which torch makes numbers of without a mode."""
+    scores = torch.randn(20, 3, 5, generator=torch.manual_seed(0)).log_softmax(-1).requires_grad_()
+    targets, lengths = torch.ones(3, 6, dtype=torch.long), (torch.full((3,), 20), torch.full((3,), 6))
+    given = dict(zip(("input_lengths", "target_lengths"), lengths, strict=True)) if by_name else {}
+    seen: list[str] = []
+
+    class Counter(WorkCounter):
+        def ended(self, begun: None, func: Any, *more: Any) -> None:
+            seen.append(str(func))
+            super().ended(begun, func, *more)
+
+    counter = Counter()
+    counter.start()
+    loss = functional.ctc_loss(scores, targets, *(() if by_name else lengths), **given)
+    (counted,) = torch.autograd.grad(loss, scores)
+    counter.stop()
+    (plain,) = torch.autograd.grad(functional.ctc_loss(scores, targets, *lengths), scores)
+    assert counter.failure is None
+    assert {"aten._ctc_loss.default", "aten._ctc_loss_backward.default"} <= set(seen)
+    assert torch.equal(counted, plain)
+
+
+@pytest.mark.gpu
+def test_a_ctc_loss_with_lengths_on_the_host_is_counted_on_a_gpu() -> None:
+    scores = torch.randn(20, 3, 5, device="cuda").log_softmax(-1).requires_grad_()
+    targets, lengths = torch.ones(3, 6, dtype=torch.long, device="cuda"), (torch.full((3,), 20), torch.full((3,), 6))
+    counter = WorkCounter()
+    counter.start()
+    loss = functional.ctc_loss(scores, targets, *lengths)
+    loss.backward()
+    counter.stop()
+    assert counter.failure is None
+    assert torch.equal(loss, functional.ctc_loss(scores, targets, *lengths))
+
+
 def test_an_error_while_counting_is_noted_and_the_program_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("profkit.capture.work.counter.describe_call", lambda *_: 1 // 0)
     counter = WorkCounter()

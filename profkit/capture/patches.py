@@ -50,6 +50,7 @@ REASONS = {
     "torch.autograd.profiler.record_function.__enter__": "the script's own ranges open",
     "torch.autograd.profiler.record_function.__exit__": "they close",
     "torch.compile": "Dynamo passes over the frames of the hooks",
+    "torch.ctc_loss": "where operators are counted it would take another way, which fails for lengths on the host",
     "torch.cuda.CUDAGraph.capture_begin": "what follows is captured into a CUDA graph and does not run",
     "torch.cuda.CUDAGraph.capture_end": "the capture ends",
     "torch.cuda.CUDAGraph.replay": "a captured step runs",

@@ -16,7 +16,7 @@ import re
 import sys
 import threading
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain, takewhile
 from types import FrameType
@@ -30,6 +30,7 @@ from profkit.annotation import RangeObserver, ignore_ranges, observe_ranges
 from profkit.capture import describe_error
 from profkit.capture.compiled.watch import loaded
 from profkit.capture.line_samples import Place, describe, find_place
+from profkit.capture.patches import patch, restore
 from profkit.capture.steps.conditions import count_compiled_graphs
 from profkit.capture.work import Instance, Products, WorkAccount, summarize_work
 from profkit.capture.work.gradients import GradientFlow, GradientsApart, Parameters, RangeOf
@@ -58,6 +59,7 @@ from profkit.names import (
 from profkit.run.compiled_code import Launch
 from profkit.run.work import FUSED, DenseTable, OperatorLine, Padding, RunWork, UnreadGradients
 
+_CTC_LOSS = "torch.ctc_loss"
 _COMPILED = "compiled code"
 _REPLAY = "replayed CUDA graphs"
 _DENSE_GRADIENTS = ("embedding_dense_backward", "_embedding_bag_dense_backward")
@@ -146,6 +148,7 @@ class WorkCounter(OperatorMode, RangeObserver):
         self._main = threading.get_ident()
         observe_ranges(self)
         replay_observers.append(self._replayed)
+        patch(_CTC_LOSS, _given_numbers)
         self.__enter__()
         self._is_entered = True
 
@@ -197,6 +200,7 @@ class WorkCounter(OperatorMode, RangeObserver):
         if not self._is_entered:
             return
         self._is_entered = False
+        restore(_CTC_LOSS)
         above = []
         while (mode := _get_current_dispatch_mode()) not in (self, None):
             above.append(mode)
@@ -361,6 +365,24 @@ class WorkCounter(OperatorMode, RangeObserver):
         sums["rows"] += shape[0]
         sums["used"] += min(shape[0], indices.numel())
         sums["bytes"] += gradient.numel() * gradient.element_size()
+
+
+def _given_numbers(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `torch.ctc_loss` with lengths that lie on the host as numbers, as torch itself makes of them.
+
+    While any mode is on it leaves them tensors, which its kernels refuse beside scores on the GPU (LossCTC.cpp).
+    """
+
+    def called(log_probs: Any, targets: Any, *lengths_and_more: Any, **more: Any) -> Any:
+        given = [_number(one) for one in lengths_and_more]
+        return plain(log_probs, targets, *given, **{name: _number(one) for name, one in more.items()})
+
+    return called
+
+
+def _number(value: Any) -> Any:
+    is_on_host = isinstance(value, torch.Tensor) and value.device.type == "cpu"
+    return value.tolist() if is_on_host else value
 
 
 def _describe_lines(lines: dict[_OperatorPlace, Counter[str]]) -> Iterator[OperatorLine]:
