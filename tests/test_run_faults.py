@@ -231,6 +231,7 @@ if number + 1 == int(sys.argv[2]):
 
 NOTHING = "nothing was recorded; see run/manifest.json"
 RANGES = "steps were recorded and are kept: profkit ranges run"
+COUNTED = "; --no-flops leaves out the step that it failed in, whose work profkit counts"
 
 
 @pytest.mark.parametrize(
@@ -238,7 +239,7 @@ RANGES = "steps were recorded and are kept: profkit ranges run"
     [
         ("raise", 1, ["ValueError: the data are bad"], "1", NOTHING),
         ("raise", 4, ["ValueError: the data are bad"], "1", f"2 of 3 {RANGES}"),
-        ("raise", 5, ["ValueError: the data are bad"], "1", f"3 of 3 {RANGES}"),  # in the counted step
+        ("raise", 5, ["ValueError: the data are bad"], "1", f"3 of 3 {RANGES}{COUNTED}"),
         ("message", 4, ["no more data"], "1", f"2 of 3 {RANGES}"),
         ("status", 7, [], "7", f"3 of 3 {RANGES}"),
         # torch.profiler keeps its events in the process until it stops.

@@ -43,6 +43,7 @@ from profkit.run.manifest import Workload
 from profkit.run.recording import (
     BY_TREE,
     COMMAND_WARMUP,
+    ENDED_TOO_SOON,
     Counted,
     MemoryOptions,
     Order,
@@ -270,8 +271,10 @@ def _describe_failure(recorded: Recorded, target: Target, where: str) -> str:
     ranks = f" ({recorded.outcome.failed_ranks})" if recorded.outcome.failed_ranks else ""
     failed = f"{name} failed with exit status {recorded.exit_status}{killed}{ranks}"
     if recorded.has_trace:
-        steps = f"{len(recorded.process.profiled)} of {target.workload.steps} steps"
-        return f"{failed}; {steps} were recorded and are kept: profkit ranges {where}"
+        count, wanted = len(recorded.process.profiled), target.workload.steps
+        is_counting = count == wanted and recorded.process.uncounted == ENDED_TOO_SOON
+        hint = "; --no-flops leaves out the step that it failed in, whose work profkit counts" if is_counting else ""
+        return f"{failed}; {count} of {wanted} steps were recorded and are kept: profkit ranges {where}{hint}"
     if recorded.has_snapshot:
         return f"{failed}; what was recorded up to then is kept: profkit memory {where}"
     return f"{failed}; nothing was recorded; see {where}/manifest.json"

@@ -24,6 +24,9 @@ from profkit.run.manifest import Process
 
 T = TypeVar("T")
 
+ENDED_TOO_SOON = "the program ended too soon"
+"""Why no step's work was counted, until it was."""
+
 
 class StepKind(IntEnum):
     """What makes a step, the weakest first: the strongest that a program shows is what counts."""

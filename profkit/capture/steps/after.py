@@ -21,7 +21,7 @@ from profkit.names import WARMUP
 from profkit.run import write_record
 from profkit.run.directory import LINES, WORK, name_of_rank
 from profkit.run.lines import write_lines
-from profkit.run.recording import Order
+from profkit.run.recording import ENDED_TOO_SOON, Order
 
 
 class StepsAfter:
@@ -109,9 +109,6 @@ class StepsAfter:
             say(f"{self._order.run}: the lines could not be saved: {describe_error(error)}")
 
 
-_NOT_REACHED = "the program ended too soon"
-
-
 class CountedStep:
     """Counts from `begin` to `end`, as ``order`` says."""
 
@@ -120,7 +117,7 @@ class CountedStep:
         self._hooks = hooks
         self._counter: WorkCounter | None = None
         self._around = ExitStack()
-        self.why_not: str | None = None if order.flops == "no" else _NOT_REACHED
+        self.why_not: str | None = None if order.flops == "no" else ENDED_TOO_SOON
         """Why no work was counted, None if it was or nobody asked."""
         self.is_on = False
         """Whether the step that runs now is counted, of several ranks by the first."""
