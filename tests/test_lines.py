@@ -788,6 +788,28 @@ def test_lines_sum_up_to_the_step_that_is_shown_though_its_times_vary(tmp_path: 
     assert result.unscaled == ()
 
 
+def test_lines_and_what_has_none_are_no_longer_than_the_step(tmp_path: Path) -> None:
+    """The step took 12 ms while lines were looked for and its phases were as long: Python waited for 4 of its 10."""
+    rows = [_in_phase(30, "model", "forward", 4_000_000), _in_phase(31, "loss.backward", "backward", 2_000_000)]
+    longer = {**USUAL, "step_ns": 12_000_000}
+    result = find_lines(Run(_write_run(tmp_path, [USUAL] * 10, [longer] * 10, *rows)))
+    assert result.ahead_ns == 4_000_000
+
+
+def test_what_usual_steps_have_of_a_rare_line_has_no_name(tmp_path: Path) -> None:
+    """A trainer evaluates for 50 ms in one step of ten, and runs its own Python for 0.4 ms in each."""
+    evaluating = {**USUAL, "step_ns": 60_000_000}
+    rows = [
+        _in_phase(30, "model", "forward", 4_000_000),
+        _in_phase(31, "loss.backward", "backward", 5_000_000),
+        _in_phase(9, "trainer.fit", None, 5_400_000, 5_000_000),
+    ]
+    result = find_lines(Run(_write_run(tmp_path, [USUAL] * 10, [USUAL] * 9 + [evaluating], *rows)))
+    assert [line.line for line in result.rare] == [9]
+    assert result.unnamed_ns == pytest.approx(400_000, rel=0.01)
+    assert result.ahead_ns == pytest.approx(600_000, rel=0.01)
+
+
 def test_a_phase_whose_factor_cannot_be_right_is_named(tmp_path: Path) -> None:
     """The backward pass took twice as long while lines were looked for; then the whole step, too."""
     slower = {**USUAL, "backward_ns": 10_000_000, "step_ns": 14_000_000}

@@ -215,6 +215,7 @@ def find_lines(run: Run, rank: int = 0) -> LinesResult:
     looked_ns = _mean_ns(looked[STEP]) if STEP in looked else 0.0
     ahead_ns = max(looked_ns - sum(line.time_ns for line in own), 0)
     step_ns = unprofiled[STEP].typical_ns if STEP in unprofiled else looked_ns
+    own_ns = sum(_scaled(line.time_ns, line, scale) for line in own)
     kept = {_identify(line) for line in usual.lines}
     return LinesResult(
         run=str(run.path),
@@ -225,7 +226,7 @@ def find_lines(run: Run, rank: int = 0) -> LinesResult:
         lines=tuple(sorted(rows, key=lambda row: (row.thread == "worker", -row.time_ns, -row.waits))),
         callers=tuple(callers),
         unnamed_ns=sum(_scaled(line.time_ns, line, scale) for line in own if line not in named),
-        ahead_ns=round(ahead_ns * scale.get(STEP, 1.0)),
+        ahead_ns=max(0, min(round(ahead_ns * scale.get(STEP, 1.0)), round(step_ns) - own_ns)),
         batches=found.steps.batches,
         batch_ns=found.steps.batch_ns if found.steps.batches else None,
         batch_cpu_ns=found.steps.batch_cpu_ns,
@@ -297,7 +298,7 @@ def _share_added(lines: Sequence[LineTime], added_ns: float, spread: float) -> d
     taken: dict[tuple[object, ...], float] = {}
     for is_alone in (True, False):
         own = [line for line in lines if _is_alone(line, spread) == is_alone]
-        weights = {_identify(line): line.time_ns if is_alone else _most_added(line, spread) for line in own}
+        weights = {_identify(line): _most_added(line, spread) for line in own}
         whole = sum(weights.values())
         part = min(added_ns / whole, 1.0) if whole else 0.0
         taken |= {key: part * weight for key, weight in weights.items()}
@@ -305,13 +306,20 @@ def _share_added(lines: Sequence[LineTime], added_ns: float, spread: float) -> d
     return taken
 
 
+def _leave_unnamed(line: LineTime, time_ns: int) -> LineTime | None:
+    """Return what usual steps take of a line that rare steps have nearly all of: too little to name, and some time."""
+    if line.is_caller or time_ns <= 0:
+        return None
+    return LineTime(None, 0, "", None, line.phase, line.thread, 0, time_ns, 0, 0.0)
+
+
 def _take(line: LineTime, rare_ns: float, spread: float) -> LineTime | None:
-    """Return a line without its time in rare steps, which made its error larger; None if it has hardly any other."""
+    """Return a line without its time in rare steps, which made its error larger; of hardly any other without a name."""
     if not rare_ns:
         return line
-    if rare_ns >= _OF_ERROR * line.time_ns:
-        return None
     left = 1 - rare_ns / line.time_ns
+    if rare_ns >= _OF_ERROR * line.time_ns:
+        return _leave_unnamed(line, round(left * line.time_ns))
     of_few_ns = left * line.time_ns / math.sqrt(max(left * line.samples, 1.0))
     usual_error_ns = math.sqrt(max(line.error_ns**2 - (rare_ns / spread) ** 2, 0.0))
     return replace(
