@@ -19,6 +19,7 @@ from profkit.analysis.memory.places import PartRow
 from profkit.analysis.opened import OpenedCapture
 from profkit.analysis.ranks.culprit import Culprit
 from profkit.analysis.step_replay.calibrate import AS_RECORDED
+from profkit.analysis.step_replay.kernel_edits import _is_in_fp32
 from profkit.analysis.step_replay.limits import Limit, LimitPart, StepLimits
 from profkit.analysis.summarize import summarize_capture
 from profkit.analysis.summary import MemoryUse, StepPart, StepTree, Summary, WorkUse
@@ -612,9 +613,15 @@ def separate_calls(duration: int, *, is_independent: bool = True, passes: int = 
     return program, {**counted, "lines": [called]}
 
 
+OUTER_SCAN = "void at::native::tensor_kernel_scan_outer_dim<long, unsigned int, std::plus<long> >(long*)"
 INDEXING = (
     "void (anonymous namespace)::indexing_backward_kernel_stride_1<float>(long const*, long const*, float const*)"
 )
+
+
+def scanned(duration: int) -> Program:
+    """Return steps whose router sums over an outer axis."""
+    return equal_steps(within("forward/model/router", launch(OUTER_SCAN, duration)), FORWARD)
 
 
 def sums_rows(kernel: str = INDEXING) -> Program:
@@ -761,6 +768,7 @@ NEARLY: list[Case] = [
     ("padding", *padded(950)),
     ("padding", *padded(950, 760)),
     ("unread-gradients", *frozen(0, 0)),
+    ("scan", scanned(20_000), {}),
     # Few slices; and fills of what computes in full right after.
     ("slices", sliced(6), {}),
     ("slices", sliced(40, are_copied=False), {}),
@@ -954,6 +962,12 @@ NAMED: dict[str, Case] = {
     ),
     "a module that is called for each sample": ("loop", *separate_calls(4_000)),
     "a block whose backward pass nobody needs": ("unread-gradients", *frozen(1, 1)),
+    "cumulative sums over an outer axis": ("scan", scanned(3 * MS), works(("router", "cumsum", 65, MIB))),
+    "figures for a log in a library's function": (
+        "waits",
+        ONE_BY_ONE,
+        {"lines": [replace(NORMS, called="log_norms", inside="grads.grad_norm")]},
+    ),
     "slices of one tensor": ("slices", sliced(40), {}),
     "a product with its sigmoid": ("activation", sigmoids(MUL, MUL, SIGMOID, ADD), {}),
     "a discriminator's gradients before the generator's step": ("unread-gradients", *of_two_models(is_detached=True)),
@@ -1425,6 +1439,26 @@ def test_of_a_line_that_converts_and_moves_its_wait_is_that_of_the_move(tmp_path
         found = by_code(program.write(tmp_path / str(waits_in), [convert]))
         assert ("waits" in found) == (is_said is not None)
         assert is_said is None or found["waits"].cause.startswith(is_said)
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_spared"),
+    [({}, True), ({"waits": 3.0}, False), ({"function": "loss_of"}, False)],
+)
+def test_what_reads_many_values_outside_of_the_passes_is_left_out_with_its_python(
+    tmp_path: Path, changes: dict[str, Any], *, is_spared: bool
+) -> None:
+    """Not what computes the loss, or reads few values, such as an action."""
+    reads = replace(NORMS, called="log_norms", inside="grads.grad_norm", **changes)
+    call = line(3 * MS, called="loss_of", line=7, is_caller=True)
+    forward, backward = line(MS, "forward", "model", line=5), line(MS, "backward", "loss.backward", line=9)
+    result = ONE_BY_ONE.write(tmp_path, [reads, forward, backward, call])
+    assert ("do it every 50 steps" in str(result.to_dict()["advice"])) == is_spared
+
+
+def test_a_kernel_in_16_bits_or_of_whole_numbers_is_no_faster_in_bf16() -> None:
+    names = [ADD, ADD.replace("float", "c10::BFloat16, float"), ADD.replace("float", "c10::Half"), OUTER_SCAN]
+    assert [_is_in_fp32(name) for name in names] == [True, False, False, False]
 
 
 def test_a_function_of_the_dataset_whose_lines_take_a_batch_together_is_what_to_do_once(tmp_path: Path) -> None:

@@ -160,6 +160,23 @@ def shorten_gaps(name: str, find_shares: Callable[[ReplayedStep], Mapping[int, f
     return StepChange(name, apply)
 
 
+def spare_in_phase(name: str, phase: str, share: By) -> StepChange:
+    """Return the change after which a share of a phase's Python, calls and operations is gone, evenly."""
+
+    def apply(columns: StepColumns, setting: Setting) -> StepColumns:
+        part, calls = share[setting.world], setting.calls_in({phase})
+        gap, own = list(columns.gap_ns), list(columns.own_ns)
+        for call, phases in enumerate(setting.step.gap_phases):
+            gap[call] -= round(part * min(max(gap[call], 0), phases.get(phase, 0)))
+        launching = columns.launching(calls)
+        gone = [call for at, call in enumerate(launching) if int((at + 1) * part) > int(at * part)]
+        for call in gone:
+            own[call] = 0
+        return drop_operations(replace(columns, gap_ns=gap, own_ns=own), columns.rows_of(gone))
+
+    return StepChange(name, apply, "what else of the phase is its work")
+
+
 def launch_without_waiting(name: str) -> StepChange:
     """Return the change after which launches return before their kernels have run."""
 

@@ -38,7 +38,7 @@ from profkit.analysis.tree.modules import Place as ModulePlace
 from profkit.analysis.tree.modules import places_of_ranges, read_place
 from profkit.names import BACKWARD, FORWARD, STEP, kind_of
 from profkit.run.edits import parse_edits
-from profkit.run.lines import LineTime, join_at_places, lines_of_trainers
+from profkit.run.lines import LineTime, calls_backward, join_at_places, lines_of_trainers
 from profkit.run.manifest import Manifest, find_condition
 from profkit.run.work import OperatorLine, RunWork
 from profkit.trace.columns import distinct_values
@@ -381,6 +381,23 @@ class Evidence:
     @cached_property
     def call_tree(self) -> CallTree:
         return CallTree(self.lines, self.facts.callers)
+
+    def computes_loss(self, line: LineTime) -> bool:
+        """Whether a line outside of the passes computes the loss: it stands between them, or is called there."""
+        known = [one for one in (*self.lines, *self.facts.callers) if one.thread == "main"]
+        ends = {(one.file, one.function): one.line for one in known if calls_backward(one.called)}
+        begins: dict[tuple[str | None, str], int] = {}
+        for one in known:
+            if one.phase == FORWARD:
+                key = one.file, one.function
+                begins[key] = min(one.line, begins.get(key, one.line))
+
+        def is_between(one: LineTime) -> bool:
+            key = one.file, one.function
+            return one.phase is None and key in begins and begins[key] <= one.line <= ends.get(key, one.line)
+
+        calls = {one.method for one in self.facts.callers if is_between(one)}
+        return is_between(line) or line.function.partition(".<")[0].rpartition(".")[2] in calls
 
     @cached_property
     def trainer_lines(self) -> frozenset[tuple[str | None, int]]:

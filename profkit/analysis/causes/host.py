@@ -46,8 +46,8 @@ _MAKERS = (".tensor", ".as_tensor", ".from_numpy")
 _LEAST_SHARE = 0.01
 _COVERED = 0.5
 """A line whose time is at least by this share long pauses between CUDA calls runs Python; else it prepares kernels."""
-_ALL_PAUSED, _MORE = 0.8, 1.1
-"""A call is Python by this share of its time; it is what to move if it takes so many times its longest line."""
+_ALL_PAUSED = 0.8
+"""A call is Python by this share of its time."""
 _MOSTLY = 0.5
 """A pause that is compiling by this share is all of it."""
 
@@ -164,9 +164,7 @@ def _group_lines(evidence: Evidence) -> Iterator[tuple[Sequence[LineTime], LineT
     alone = calls.pop(None, [])
     for call, lines in calls.items():
         assert call is not None
-        if call.own_ns <= _MORE * max(line.own_ns for line in lines):
-            alone += lines
-        elif call.own_ns >= _LEAST_SHARE * evidence.now_ns:
+        if call.own_ns >= _LEAST_SHARE * evidence.now_ns:
             yield lines, call
     long = [line for line in alone if line.own_ns >= _LEAST_SHARE * evidence.now_ns]
     yield from ((lines, None) for lines in group_nearby(long))

@@ -36,6 +36,9 @@ _OF_PEAK: By = {"least": 0.9, "expected": 0.6, "most": 0.35}
 """Which share of the peak rate they reach, where no aligned product of their type shows it."""
 _OF_NEIGHBOURS = 0.65
 """At least this share of the rate of the step's best aligned products."""
+_LONG_SCAN_NS = 100_000
+_ALONG_LAST_AXIS: By = {"least": 0.01, "expected": 0.04, "most": 0.2}
+"""What long sums over an outer axis take along the last one, with copies to and fro, as a share."""
 _LAYOUTS_LEFT: By = {"least": 0.0, "expected": 0.0, "most": 0.4}
 _LEFT: By = {"least": 0.0, "expected": 0.0, "most": 0.1}
 _OF_BANDWIDTH: By = {"least": 0.95, "expected": 0.8, "most": 0.6}
@@ -216,6 +219,29 @@ def _find_permutations(operations: Sequence[Operation]) -> list[Operation]:
             before = reversed(operations[:at])
             found += [one, *takewhile(lambda one: "radix_sort" in one.name or one.category == "fill", before)]
     return found
+
+
+def _outer_scans(evidence: Evidence) -> Iterator[Cause]:
+    """Cumulative sums over an axis that is not the last: a thread for each of the others, which goes through them all.
+
+    That is slow where there are few others, as of places among a few experts.
+    """
+    scans = [one for one in evidence.kernels if _is_outer_scan(one)]
+    if not scans:
+        return
+    yield Cause(
+        code="scan",
+        cause="cumulative sums over an outer axis leave the GPU mostly empty",
+        detail=f": {len(scans):,} a step",
+        module=_busiest(scans),
+        change="sum over the last axis: x.t().contiguous().cumsum(-1).t()",
+        changes=[scale_operations("scan", evidence.choose(_is_outer_scan), _ALONG_LAST_AXIS, "how fast those are")],
+        evidence={"kernels": len(scans), "time_ns": sum(one.duration_ns for one in scans)},
+    )
+
+
+def _is_outer_scan(operation: Operation) -> bool:
+    return "scan_outer_dim" in operation.name and operation.duration_ns > _LONG_SCAN_NS
 
 
 def _misaligned_products(evidence: Evidence) -> Iterator[Cause]:
@@ -410,6 +436,7 @@ KERNELS = (
     _left_out_of_autocast,
     _double_precision,
     _permutations,
+    _outer_scans,
     _misaligned_products,
     _written_attention,
     _layout_conversions,

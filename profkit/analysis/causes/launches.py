@@ -19,6 +19,7 @@ from profkit.analysis.causes.changes import (
     merge_groups,
     remove_operations,
     scale_operations,
+    spare_in_phase,
     stop_chosen_waits,
 )
 from profkit.analysis.causes.evidence import (
@@ -89,6 +90,8 @@ _TENSOR_BYTES = 1024
 """From so many bytes a copy on, a loop reads no values, but tensors: the host computes with them."""
 _COMPUTES = 0.02
 """A line that reads a value computes it first, if that takes this share of the step."""
+_MUCH = 0.1
+"""A line that reads values takes much Python, too: leaving it out spares all of it."""
 _GONE: By = {"least": 1.0, "expected": 0.95, "most": 0.5}
 _STAYING: By = {"least": 0.01, "expected": 0.05, "most": 0.3}
 """What the GPU takes to compute with tensors itself, as a share of their copies: its memory is that much faster."""
@@ -109,7 +112,9 @@ def _waits(evidence: Evidence) -> Iterator[Cause]:
     for lines in _group_adjacent(waits):
         line = max(lines, key=lambda line: line.waits)
         count = sum(line.waits for line in lines)
-        is_loop = _reads_in_loop(evidence, line)
+        # Nobody makes another loop of a library's: what it reads for is left out.
+        is_librarys = bool(_name_inside(line)) and _share_outside(evidence, lines) > 0
+        is_loop = not is_librarys and _reads_in_loop(evidence, line)
         of_tensors = is_loop and line.method != "item" and _reads_tensors(evidence, line)
         change, changes, edit = (
             _stop_reading_one_by_one(evidence, line, of_tensors=of_tensors)
@@ -168,12 +173,33 @@ def _stop_reading(evidence: Evidence, lines: Sequence[LineTime]) -> tuple[str, S
     change += " every 50 steps or so"
     if _name_inside(line):
         change = f"see what {line.inside} reads there: an argument or a setting may spare it"
+    share = _share_outside(evidence, lines)
+    if share:
+        change = "do it every 50 steps or so, or not at all"
+        computing = [
+            spare_in_phase("do it less often", OUTSIDE, {world: share * gone for world, gone in _GONE.items()})
+        ]
     if _moves_to_gpu(evidence, line):
         change = "move what is the same in every step once, before the loop; else pin it, with non_blocking=True"
     # The waits of lines that it calls are theirs, and the edit takes them with its own.
     if any(each.place in places and each.waits >= 1 for each in evidence.facts.callers):
         return change, [*map(drop_own_waits, lines), *computing], None
-    return change, [*edits(*texts["no-wait"]), *computing], texts["no-wait"][0] if len(places) == 1 else None
+    edit = texts["no-wait"][0] if len(places) == 1 and not share else None
+    return change, [*edits(*texts["no-wait"]), *computing], edit
+
+
+def _share_outside(evidence: Evidence, lines: Sequence[LineTime]) -> float:
+    """Return how much of the Python outside of all phases is theirs, 0 unless that is much of the step.
+
+    So it is with figures for a log. What the loss is computed with cannot be left out, nor what reads one value, such
+    as an action, nor what moves data.
+    """
+    own_ns = sum(line.own_ns for line in lines)
+    if sum(line.waits for line in lines) < _MANY_READS or any(_moves_to_gpu(evidence, line) for line in lines):
+        return 0.0
+    is_outside = all(line.phase is None and not evidence.computes_loss(line) for line in lines)
+    outside_ns = sum(line.own_ns for line in evidence.lines if line.thread == "main" and line.phase is None)
+    return own_ns / outside_ns if is_outside and own_ns >= _MUCH * evidence.now_ns else 0.0
 
 
 def _stop_computing(evidence: Evidence, places: Collection[tuple[str | None, int]]) -> Iterator[StepChange]:

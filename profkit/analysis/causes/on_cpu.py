@@ -32,7 +32,7 @@ from profkit.analysis.step_replay.facts import WORLDS, World
 from profkit.analysis.time_account.steps import mark_work_of_steps
 from profkit.analysis.tree.modules import Place, places_of_ranges
 from profkit.names import BACKWARD, FORWARD, LOSS
-from profkit.run.lines import LineTime, calls_backward
+from profkit.run.lines import LineTime
 from profkit.trace.columns import Ints, distinct_values, empty_ints
 
 _LEAST_SHARE = 0.01
@@ -131,7 +131,7 @@ def _python_lines(evidence: Evidence, step: CpuStep, operators: _Operators) -> I
     """
     if FORWARD not in step.phases:
         return
-    outside = [line for line in _own_lines(evidence, step) if line.phase is None and not _is_of_loss(evidence, line)]
+    outside = [line for line in _own_lines(evidence, step) if line.phase is None and not evidence.computes_loss(line)]
     outside_ns = max(1, step.now_ns - sum(step.phases.values()))
     large_ns = operators.large_ns(operators.of_phase(None))
     for lines in group_nearby(outside):
@@ -262,24 +262,6 @@ def _own_lines(evidence: Evidence, step: CpuStep) -> Iterator[LineTime]:
         is_long = line.time_ns >= _LEAST_SHARE * step.now_ns
         if line.file and line.thread == "main" and is_long and not trains and not is_module:
             yield line
-
-
-def _is_of_loss(evidence: Evidence, line: LineTime) -> bool:
-    """Return whether a line outside of the passes computes the loss: it stands between them, or is called there."""
-    known = [one for one in (*evidence.lines, *evidence.facts.callers) if one.thread == "main"]
-    ends = {(one.file, one.function): one.line for one in known if calls_backward(one.called)}
-    begins: dict[tuple[str | None, str], int] = {}
-    for one in known:
-        if one.phase == FORWARD:
-            key = one.file, one.function
-            begins[key] = min(one.line, begins.get(key, one.line))
-
-    def is_between(one: LineTime) -> bool:
-        key = one.file, one.function
-        return one.phase is None and key in begins and begins[key] <= one.line <= ends.get(key, one.line)
-
-    calls = {one.method for one in evidence.facts.callers if is_between(one)}
-    return is_between(line) or line.function.partition(".<")[0].rpartition(".")[2] in calls
 
 
 def _sum(lines: Sequence[LineTime]) -> tuple[LineTime, int, float]:

@@ -30,6 +30,7 @@ COMPILED_PHASES = (FORWARD, BACKWARD)
 """What compiling a model compiles; a loss outside of it and the optimizer stay as they are."""
 _FUSABLE = ("softmax", "normalization", "elementwise", "reduction", "copy/cast", "loss")
 """Small kernels of which a compiler makes fewer: gathering and scattering take as long in compiled code."""
+_FP32, _IN_16_BITS = re.compile("float|OpaqueType<4u>"), re.compile("bfloat16|half|bf16|f16", re.IGNORECASE)
 _RECURRENT = re.compile("RNN|(?:LSTM|GRU)_elementWise")
 """Kernels of cuDNN's recurrent layers."""
 _FUSED = {"least": 0.45, "expected": 0.65, "most": 0.9}
@@ -256,7 +257,7 @@ def compute_in_bf16(columns: StepColumns, setting: Setting, inside: Collection[i
     simple = {row for row in products if product_dtype(setting.name(columns, row)) == "fp32"}
     large = [row for row in simple if columns.duration_ns[row] > _LARGE_NS]
     attention = rows_where(lambda _, category: category == "attention")
-    others = rows_where(lambda _, category: category not in ("gemm", "attention", *_LINKS))
+    others = rows_where(lambda name, category: category not in ("gemm", "attention", *_LINKS) and _is_in_fp32(name))
     gap = [
         round(time_ns * _CASTS[setting.world]) if call in inside and time_ns > 0 else time_ns
         for call, time_ns in enumerate(columns.gap_ns)
@@ -271,6 +272,11 @@ def compute_in_bf16(columns: StepColumns, setting: Setting, inside: Collection[i
     ):
         columns = _speed_up(columns, rows, speeds, setting.world)
     return columns
+
+
+def _is_in_fp32(name: str) -> bool:
+    """Return whether a kernel handles numbers in fp32: not whole ones, nor those that are in 16 bits already."""
+    return _FP32.search(name) is not None and _IN_16_BITS.search(name) is None
 
 
 def use_channels_last(columns: StepColumns, setting: Setting) -> StepColumns:
