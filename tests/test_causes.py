@@ -1592,6 +1592,39 @@ def test_what_runs_in_rare_steps_alone_is_a_cause_of_the_mean_step(tmp_path: Pat
     assert "on average: one step in 10 takes 40 ms longer (train.py:50 main). Without that: about" in answer
 
 
+def test_the_line_of_a_trainer_is_no_culprit_though_one_phase_alone_limits_the_step(tmp_path: Path) -> None:
+    def culprits(*phases: str) -> list[int]:
+        folder = tmp_path / "-".join(phases)
+        equal_steps(FORWARD, wait).write(folder, [line(MS, phase, "trainer.fit") for phase in phases])
+        trace = open_capture(folder).trace
+        assert trace is not None
+        return [culprit.line for limit in Limit for culprit in trace.step_limits.lines_of(limit)]
+
+    assert culprits("forward") == [30]
+    assert culprits("forward", "backward") == []
+
+
+def test_how_much_of_rare_steps_a_line_has_is_said_unless_it_has_most(tmp_path: Path) -> None:
+    program = equal_steps(FORWARD, wait)
+    program.write(tmp_path, [line(MS)])
+    usual = program.lengths[0]
+    steps = [{"step_ns": usual + (at % 10 == 5) * 40 * MS} for at in range(40)]
+
+    def advise(*lines: LineTime) -> Advice:
+        write_lines(tmp_path / "lines.jsonl", split_lines(LineSteps(tuple(steps)), lines))
+        opened = open_capture(tmp_path)
+        (found,) = find_advice(opened, summarize_capture(opened)).tries
+        return found
+
+    half = replace(line(2 * MS, called="torch.save", line=50), error_ns=MS, samples=160)
+    assert advise(half).cause == "one step in 10 takes 40 ms longer, 20 ms of it for torch.save"
+    # What a trainer does in rare steps is no line of the user's own.
+    fit = line(4 * MS, called="trainer.fit")
+    found = advise(replace(fit, error_ns=2 * MS), replace(fit, phase="backward"))
+    assert found.cause == "one step in 10 takes 40 ms longer, in trainer.fit itself"
+    assert found.change == "evaluate, save or log less often, or less of it"
+
+
 def test_a_capture_that_failed_or_that_cannot_be_replayed_gets_a_reason_and_no_try() -> None:
     for name, reason in (
         ("graph_whole.nsys2023.sqlite", "failed its self-check"),

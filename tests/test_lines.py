@@ -729,6 +729,47 @@ def test_the_line_of_rare_steps_is_the_one_that_runs_in_no_other(run_with_lines:
     assert find(halves[0]) is None  # a pause of the machine's may have been the rest
 
 
+def test_what_rare_steps_do_in_several_phases_is_one_call(run_with_lines: Path) -> None:
+    """Pictures are made by the model and written to files: the call that does both is the line, with all its time."""
+    path, usual, long = run_with_lines / "lines.jsonl", {"step_ns": 5_000_000}, {"step_ns": 605_000_000}
+
+    def line(number: int, called: str, phase: str | None, ms: int, caller: str | None = None) -> LineTime:
+        ns, is_caller = ms * 1_000_000, called.startswith("log")
+        place = ("/me/train.py", number, "main", called, phase, "main")
+        return LineTime(*place, 400, ns, ns, 0.0, is_caller=is_caller, caller=caller)
+
+    def find(*lines: LineTime) -> RareSteps:
+        apart = [tuple(line for line in lines if line.is_caller is called) for called in (False, True)]
+        write_lines(path, RunLines(LineSteps((usual,) * 19 + (long,)), *apart))
+        rare = summarize_capture(open_capture(run_with_lines)).rare_steps
+        assert rare is not None
+        return rare
+
+    in_call = "/me/train.py:50 main"
+    making, writing = line(60, "model", "inference", 18, in_call), line(70, "image.save", None, 11, in_call)
+    rare = find(making, writing, line(50, "log", "inference", 18), line(50, "log", None, 11))
+    assert rare.line == making
+    assert rare.call is not None
+    assert (rare.call.line, rare.call.called, rare.lines_ns, rare.is_explained) == (50, "log", 20 * 29_000_000, True)
+    assert not rare.evaluates  # files are written, too
+    assert find(line(60, "model", "inference", 29)).evaluates
+    text = check_profkit("summary", str(run_with_lines), cwd=run_with_lines).stdout
+    assert "which is no part of this (train.py:60 main); a first time may take longest" in " ".join(text.split())
+    # Of two calls that follow each other none is within the other, where it takes longer in a phase.
+    first, second = line(50, "log", None, 18), line(55, "log", None, 8)
+    leaves = [line(number, "model", None, 6) for number in (7, 27, 77)]
+    rare = find(*leaves, first, second, line(55, "log", "inference", 7))
+    assert (rare.line, rare.lines_ns, rare.is_explained) == (first, 20 * 18_000_000, False)
+    text = check_profkit("summary", str(run_with_lines), cwd=run_with_lines).stdout
+    assert "no part of this (360.0 ms of it at train.py:50 main)" in " ".join(text.split())
+    # A short line that runs nowhere else says nothing of what a trainer does.
+    trainer = line(90, "fit", None, 25)
+    rare = find(line(60, "argmax", None, 4), trainer, replace(line(90, "fit", "backward", 3), error_ns=0))
+    assert rare.line == trainer
+    # Waits for data are no part of how much longer rare steps take.
+    assert find(making, writing, line(90, "next", "data", 30)).line == making
+
+
 USUAL = {"forward_ns": 4_000_000, "backward_ns": 5_000_000, "step_ns": 10_000_000}
 
 

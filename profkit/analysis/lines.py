@@ -8,6 +8,7 @@ average. This is scaled to what the typical unprofiled step has of the phase, so
 from __future__ import annotations
 
 import math
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
@@ -23,7 +24,7 @@ from profkit.analysis.time_account.step_times import (
     settle_waits,
 )
 from profkit.errors import RunError
-from profkit.names import DATA, STEP
+from profkit.names import DATA, INFERENCE, STEP
 from profkit.run.directory import Run
 from profkit.run.lines import FEWEST_SAMPLES, LineTime, RunLines, calls_backward, lines_of_trainers
 from profkit.run.manifest import Samples
@@ -115,6 +116,19 @@ class RareSteps:
         """How often they come, as the beginning of a sentence: ``one step in 24 takes``."""
         return f"one step in {self.every} takes" if self.every else f"{self.count} of {self.of} steps took"
 
+    @property
+    def is_explained(self) -> bool:
+        """Whether the line has most of what makes these steps longer; else only ``lines_ns`` of it are its own."""
+        return self.lines_ns >= _MOST_OF_LONGEST * self.longer_ns
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether most of it is a model's passes without gradients."""
+        is_most = self.call is None or (
+            self.line is not None and self.line.time_ns >= _MOST_OF_LONGEST * self.call.time_ns
+        )
+        return is_most and self.line is not None and self.line.phase == INFERENCE
+
 
 def find_rare_steps(found: RunLines, timed: Sequence[Mapping[str, int]] = ()) -> RareSteps | None:
     """Return the steps of a run that are rare and long, of which the recorded ones need hold none.
@@ -134,9 +148,10 @@ def find_rare_steps(found: RunLines, timed: Sequence[Mapping[str, int]] = ()) ->
     known = [line for line in (*found.lines, *found.callers) if line.file and line.thread != "worker"]
     alone = [line for line in known if _varies_as_rare(line, spread)]
     elsewhere = {line.place for line in known if line not in alone and line.samples > _STRAY}
-    alone = [line for line in alone if line.samples >= FEWEST_SAMPLES]
-    line = _choose_exclusive(alone, elsewhere)
-    innermost = [line for line in alone if not line.is_caller]
+    alone = [line for line in alone if line.samples >= FEWEST_SAMPLES and line.phase != DATA]
+    places = _join_phases(alone)
+    line = _choose_exclusive(places, elsewhere, _sum_by_phase(alone))
+    innermost = [line for line in places if not line.is_caller]
     # One alone may be a pause of the machine's, unless a line shows what ran in it.
     if len(rare) == 1 and sum(line.time_ns for line in innermost) * len(times) < _COVERED * longer_ns:
         return None
@@ -164,19 +179,57 @@ def _is_near(one: LineTime, other: LineTime) -> bool:
     return (one.file, one.function) == (other.file, other.function) and abs(one.line - other.line) <= NEAR
 
 
-def _choose_exclusive(lines: Sequence[LineTime], elsewhere: Collection[tuple[str | None, int]]) -> LineTime | None:
+def _join_phases(lines: Iterable[LineTime]) -> list[LineTime]:
+    """Return one line for each place, with what it takes in all phases: a call may evaluate a model, and write files.
+
+    It is in the phase in which it takes most, and calls nothing by name if it calls different things.
+    """
+    together: dict[tuple[object, ...], list[LineTime]] = {}
+    for line in lines:
+        together.setdefault((line.place, line.function, line.is_caller), []).append(line)
+    return [
+        replace(
+            max(own, key=lambda line: line.time_ns),
+            called=own[0].called if len({line.called for line in own}) == 1 else None,
+            samples=sum(line.samples for line in own),
+            time_ns=sum(line.time_ns for line in own),
+            error_ns=sum(line.error_ns for line in own),
+            waits=sum(line.waits for line in own),
+            waiting_ns=sum(line.waiting_ns for line in own),
+        )
+        for own in together.values()
+    ]
+
+
+def _sum_by_phase(lines: Iterable[LineTime]) -> Mapping[tuple[str | None, int], Counter[str | None]]:
+    times_ns = defaultdict[tuple[str | None, int], Counter[str | None]](Counter)
+    for line in lines:
+        times_ns[line.place][line.phase] += line.time_ns
+    return times_ns
+
+
+def _choose_exclusive(
+    lines: Sequence[LineTime],
+    elsewhere: Collection[tuple[str | None, int]],
+    by_phase: Mapping[tuple[str | None, int], Counter[str | None]],
+) -> LineTime | None:
     """Return the longest of the lines that run nowhere else, if it has most of what these take with all they call.
 
     Else the innermost that has: the lines of a model that is evaluated run in every step, and that which calls it for
-    the evaluation does not.
+    the evaluation does not. Lines that run nowhere else say little where another one takes far longer in rare steps.
+    What takes longer in a phase than the longest line, ``by_phase``, is not called by that.
     """
     only = [line for line in lines if line.place not in elsewhere]
-    longest_ns = max((line.time_ns for line in only), default=0)
-    most = [line for line in only if line.time_ns >= _MOST_OF_LONGEST * longest_ns]
+    longest = max(only, key=lambda line: line.time_ns, default=None)
+    longest_own_ns = max((line.time_ns for line in lines if not line.is_caller), default=0)
+    most = []
+    if longest is not None and longest.time_ns >= _COVERED * longest_own_ns:
+        most = [line for line in only if line.time_ns >= _MOST_OF_LONGEST * longest.time_ns]
     own = [line for line in (most or lines) if not line.is_caller]
-    if own:
-        return max(own, key=lambda line: line.time_ns)
-    return min(most, key=lambda line: line.time_ns, default=None)
+    if own or longest is None:
+        return max(own, key=lambda line: line.time_ns, default=None)
+    nested = [line for line in most if by_phase[line.place] <= by_phase[longest.place]]
+    return min(nested, key=lambda line: line.time_ns, default=None)
 
 
 def _varies_as_rare(line: LineTime, spread: float) -> bool:

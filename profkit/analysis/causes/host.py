@@ -35,8 +35,8 @@ from profkit.analysis.step_replay.kernel_edits import is_convolution
 from profkit.analysis.step_replay.limits import OUTSIDE, Limit
 from profkit.analysis.step_replay.steps import ReplayedStep
 from profkit.analysis.time_account.gpu_time import LONGEST_PAUSE_NS
-from profkit.names import BACKWARD, COLLECTING, COMPILING, DATA, FORWARD, INFERENCE, LOSS, OPTIMIZER
-from profkit.run.lines import LineTime
+from profkit.names import BACKWARD, COLLECTING, COMPILING, DATA, FORWARD, LOSS, OPTIMIZER
+from profkit.run.lines import LineTime, lines_of_trainers
 
 _FACTORIES = ("randn", "rand", "randint", "randperm", "normal", "zeros", "ones", "full", "arange", "empty")
 _RANDOM = ("randn", "rand", "randint", "randperm", "normal")
@@ -242,13 +242,21 @@ def _rare_steps(evidence: Evidence) -> Iterator[Cause]:
     mean_ns = evidence.now_ns + round(rare.longer_ns / every)
     # What else runs in these steps, as the rest of a rollout, stays.
     saved_ns = min(round(rare.lines_ns / every), mean_ns - evidence.now_ns)
-    change = "do it less often, or beside training"
+    name = rare.line.called or rare.line.function if rare.call is None else _name_call(rare.call)
+    change = f"do it less often, or {'on larger batches' if rare.evaluates else 'beside training'}"
+    what = f"for {name}"
+    # What a trainer's line does in rare steps is no part of the usual ones, whose lines are the evidence's.
+    if rare.line.place in lines_of_trainers((rare.line, *evidence.lines, *evidence.facts.callers)):
+        what, change = f"in {name} itself", "evaluate, save or log less often, or less of it"
+    cause, detail = f"{rare.which} {name_ms(rare.longer_ns)} longer", f", {what}"
+    if not rare.is_explained:
+        cause, detail = f"{cause}, {name_ms(rare.lines_ns)} of it {what}", ""
     yield Cause(
         code="python",
-        cause=f"{rare.which} {name_ms(rare.longer_ns)} longer",
-        detail=f", for {rare.line.called or rare.line.function if rare.call is None else _name_call(rare.call)}",
+        cause=cause,
+        detail=detail,
         line=source_line(rare.line),
-        change="do it less often, or on larger batches" if rare.line.phase == INFERENCE else change,
+        change=change,
         answer=evidence.typical_instead_of(mean_ns, mean_ns - saved_ns),
         evidence={"longer_ns": rare.longer_ns, "every": every, "lines_ns": rare.lines_ns, MEAN_STEP: mean_ns},
     )

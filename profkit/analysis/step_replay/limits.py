@@ -16,7 +16,7 @@ from profkit.analysis.step_replay.calibrate import Fit, describe_replay
 from profkit.analysis.step_replay.replay import BY_LAUNCH, EARLIER, Proof, Replayed
 from profkit.analysis.time_account.gpu_time import LONGEST_PAUSE_NS
 from profkit.names import DATA
-from profkit.run.lines import LineTime, calls_backward, lines_of_trainers
+from profkit.run.lines import LineTime, calls_backward
 
 OUTSIDE = "outside"
 """The phase of what lies in none."""
@@ -121,7 +121,8 @@ class StepLimits:
     ``step_ns`` is the time account's step: ``unprofiled_ns``, or as recorded where that is None. ``parts`` sum up to
     it; each is the longest chain's share of one limit, cause, phase and module. ``lines`` say which lines of source
     stand behind the parts of the host (`Limit.PYTHON`, ``PREPARING`` and ``WAITING``): their times and
-    ``unplaced_ns`` sum up to these; without recorded lines all is unplaced. ``calibrated_ns`` is how long the
+    ``unplaced_ns`` sum up to these; without recorded lines all is unplaced. ``trainers`` are the places of those that
+    run a trainer, as all lines of the step show, also those that limit nothing. ``calibrated_ns`` is how long the
     calibrated replay takes, from which the parts are scaled. ``refusal`` says why nothing is known; then ``step_ns``
     is 0.
     """
@@ -134,6 +135,7 @@ class StepLimits:
     parts: tuple[LimitPart, ...] = ()
     lines: tuple[LineLimit, ...] = ()
     unplaced_ns: int = 0
+    trainers: frozenset[tuple[str | None, int]] = frozenset()
     calibrated_ns: int = 0
     by_rank: Mapping[int, int] = field(default_factory=dict)
     """Of a step of several ranks: for how long each limits it; they add up to the step."""
@@ -160,8 +162,7 @@ class StepLimits:
 
     def lines_of(self, limit: Limit) -> list[LineLimit]:
         """Return the lines, the longest first, without those that call backward or run a trainer: they say nothing."""
-        trainers = lines_of_trainers(self.lines)
-        own = [line for line in self.lines if line.place not in trainers and not calls_backward(line.called)]
+        own = [line for line in self.lines if line.place not in self.trainers and not calls_backward(line.called)]
         mine = [line for line in own if line.limit == limit]
         return sorted(mine, key=lambda line: -line.time_ns)
 

@@ -39,7 +39,7 @@ from profkit.analysis.step_replay.replay import (
 )
 from profkit.analysis.step_replay.steps import NOT_FITTED, ReplayedStep, StepReplay
 from profkit.analysis.time_account.account import share_out
-from profkit.run.lines import LineTime
+from profkit.run.lines import LineTime, lines_of_trainers
 
 MOST_RANKS = 8
 """Each of so many ranks is replayed."""
@@ -320,6 +320,7 @@ def limit_ranks(
         parts=join_parts(part for _, part in parts),
         lines=tuple(sorted((line for found, _ in placed.values() for line in found), key=lambda line: -line.time_ns)),
         unplaced_ns=sum(unplaced_ns for _, unplaced_ns in placed.values()),
+        trainers=lines_of_trainers(line for of_rank in lines.values() for line in of_rank),
         calibrated_ns=steady.step_ns,
         by_rank={rank: sum(part.time_ns for part in mine) for rank, mine in by_rank.items()},
     )

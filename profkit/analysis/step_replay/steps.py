@@ -58,7 +58,7 @@ from profkit.analysis.time_account.step_times import StepTimes
 from profkit.analysis.time_account.steps import measured_ranges
 from profkit.analysis.tree.modules import Place, places_of_ranges
 from profkit.names import DATA, STEP
-from profkit.run.lines import LineTime
+from profkit.run.lines import LineTime, lines_of_trainers
 from profkit.trace.columns import Ints, Trace, rows_by_value
 from profkit.trace.nesting import NO_RANGE
 
@@ -239,6 +239,7 @@ class StepReplay:
             parts=join_parts(pieces),
             lines=placed,
             unplaced_ns=unplaced_ns,
+            trainers=lines_of_trainers(lines),
             calibrated_ns=found.step_ns,
         )
 

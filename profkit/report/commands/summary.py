@@ -283,8 +283,10 @@ def _describe_time(step: StepUse) -> str:
 def _describe_rare(summary: Summary) -> Iterator[str]:
     rare = summary.rare_steps
     if rare is not None:
-        where = "" if rare.line is None else f" ({name_source(rare.line)})"
-        yield f"{rare.which} {format_ns(rare.longer_ns)} longer, which is no part of this{where}"
+        part = "" if rare.is_explained else f"{format_ns(rare.lines_ns)} of it at "
+        where = "" if rare.line is None else f" ({part}{name_source(rare.line)})"
+        once = "; a first time may take longest" if rare.count == 1 else ""
+        yield f"{rare.which} {format_ns(rare.longer_ns)} longer, which is no part of this{where}{once}"
 
 
 def _describe_gpu(summary: Summary) -> str:
