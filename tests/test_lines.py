@@ -42,7 +42,7 @@ from profkit.capture.steps.data_loading import DataLoading
 from profkit.errors import RunError
 from profkit.reading import open_capture
 from profkit.run.directory import Run
-from profkit.run.lines import LineSteps, LineTime, RunLines, read_run_lines, write_lines
+from profkit.run.lines import LineSteps, LineTime, RunLines, read_run_lines, split_lines, write_lines
 from tests.forked_scripts import Forks
 from tests.golden import check_transcript
 from tests.in_process import check_profkit, manifest_of, run_command
@@ -849,6 +849,28 @@ def test_what_usual_steps_have_of_a_rare_line_has_no_name(tmp_path: Path) -> Non
     assert [line.line for line in result.rare] == [9]
     assert result.unnamed_ns == pytest.approx(400_000, rel=0.01)
     assert result.ahead_ns == pytest.approx(600_000, rel=0.01)
+
+
+def test_a_line_that_rare_steps_alone_call_is_none_of_the_typical_steps_however_short_it_is(tmp_path: Path) -> None:
+    """Pictures are read from the GPU and saved in one step of ten: two samples of one step say little alone."""
+    saving = {**USUAL, "step_ns": 60_000_000}
+    calling = replace(_in_phase(60, "log", None, 5_000_000, 5_000_000), is_caller=True)
+    reading = replace(_in_phase(70, "….cpu", None, 200_000, 200_000), samples=2, waits=1.0)
+
+    def find(caller: str | None) -> list[int]:
+        rows = [
+            _in_phase(30, "model", "forward", 4_000_000),
+            _in_phase(71, "image.save", None, 5_000_000, 5_000_000),
+            replace(reading, caller=caller),
+            calling,
+        ]
+        looked = LineSteps((USUAL,) * 9 + (saving,))
+        run = Run(_write_run(tmp_path, [USUAL] * 10, [USUAL]))
+        write_lines(tmp_path / "lines.jsonl", split_lines(looked, rows))
+        return [line.line for line in find_lines(run).lines]
+
+    assert find("/me/train.py:60 main") == [30]
+    assert find(None) == [30, 70]
 
 
 def test_a_phase_whose_factor_cannot_be_right_is_named(tmp_path: Path) -> None:

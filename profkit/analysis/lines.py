@@ -314,13 +314,14 @@ def leave_out_rare_steps(found: RunLines) -> RunLines:
     if not rare or len({step.get("context") for step in steps}) > 1:
         return found
     spread, added = _spread_of(rare, len(steps)), _added_by_rare_steps(steps)
+    alone = _find_alone(found, spread)
     by_phase: dict[str | None, list[LineTime]] = {}
     for line in found.lines:
         if line.thread != "worker":
             by_phase.setdefault(line.phase, []).append(line)
     taken: dict[tuple[object, ...], float] = {}
     for phase, own in by_phase.items():
-        taken |= _share_added(own, added.get(phase, 0.0), spread)
+        taken |= _share_added(own, added.get(phase, 0.0), spread, alone)
     # A line that had called others has what these have, and the others of its phase are no part of it.
     of_callers = [min(_most_added(line, spread), added.get(line.phase, 0.0)) for line in found.callers]
     lines = [_take(line, taken.get(_identify(line), 0.0), spread) for line in found.lines]
@@ -346,11 +347,24 @@ def _most_added(line: LineTime, spread: float) -> float:
     return min(float(line.time_ns), line.error_ns * spread)
 
 
-def _share_added(lines: Sequence[LineTime], added_ns: float, spread: float) -> dict[tuple[object, ...], float]:
+def _find_alone(found: RunLines, spread: float) -> set[tuple[object, ...]]:
+    """Return which lines run in rare steps alone: as their errors say, or those of their callers for few samples."""
+    usual = {line.place for line in found.callers if not _varies_as_rare(line, spread)}
+    calling = {line.place for line in found.callers if _is_alone(line, spread)} - usual
+    return {
+        _identify(line)
+        for line in found.lines
+        if _is_alone(line, spread) or (_varies_as_rare(line, spread) and line.caller_place in calling)
+    }
+
+
+def _share_added(
+    lines: Sequence[LineTime], added_ns: float, spread: float, alone: Collection[tuple[object, ...]]
+) -> dict[tuple[object, ...], float]:
     """Return how much of what rare steps add to a phase's mean is each line's; first come lines of rare steps alone."""
     taken: dict[tuple[object, ...], float] = {}
     for is_alone in (True, False):
-        own = [line for line in lines if _is_alone(line, spread) == is_alone]
+        own = [line for line in lines if (_identify(line) in alone) == is_alone]
         weights = {_identify(line): _most_added(line, spread) for line in own}
         whole = sum(weights.values())
         part = min(added_ns / whole, 1.0) if whole else 0.0
