@@ -490,6 +490,9 @@ def test_what_is_refused_in_a_sentence() -> None:
     )}  # fmt: skip
     answers |= {
         "a line that others call": predicted(PROGRAM, "no-host:train.py:7", facts=ProgramFacts(lines=[CALLED])),
+        "a line of a file of several": predicted(
+            PROGRAM, "no-host:train.py:7", facts=ProgramFacts(lines=[CALLED, replace(CALLED, line=5)])
+        ),
         "a line that calls what trains": predicted(
             PROGRAM, "no-host:train.py:9", facts=ProgramFacts(lines=[CALLED], callers=callers)
         ),

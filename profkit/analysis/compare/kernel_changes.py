@@ -302,8 +302,8 @@ def _warnings(before: StepSamples, after: StepSamples) -> Iterator[Finding]:
     elif min(before.size, after.size) < FEWEST:
         yield Finding(
             "few-steps",
-            f"{before.size} step{'s' * (before.size != 1)} before, {after.size} after: intervals need {FEWEST} on each"
-            " side; record more with --steps",
+            f"{before.size} recorded step{'s' * (before.size != 1)} before, {after.size} after: their changes have no"
+            f" intervals, which need {FEWEST} on each side; record more with --steps",
         )
 
 

@@ -260,8 +260,9 @@ def _lines_at(setting: Setting) -> list[LineTime]:
     calling = [line for line in of_file(facts.callers) if str(line.line) == number]
     lines = [*calling, *(line for line in of_file(facts.lines) if str(line.line) == number)]
     if not lines:
-        others = ", ".join(dict.fromkeys(str(line.line) for line in of_file(facts.lines)[:_MOST_NAMED]))
-        known = f"; most of {PurePath(file).name}'s time is in line {others}" if others else ""
+        others = [*dict.fromkeys(str(line.line) for line in of_file(facts.lines)[:_MOST_NAMED])]
+        named = f"line{'s' * (len(others) > 1)} {', '.join(others)}"
+        known = f"; most of {PurePath(file).name}'s time is in {named}" if others else ""
         old = "" if facts.callers else ", and the recording does not say which lines call others"
         raise CannotPredictError(f"no time or wait of this line is known{old}{known}")
     if {line.phase for line in calling} & {BACKWARD, OPTIMIZER}:
