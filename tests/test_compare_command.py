@@ -17,6 +17,7 @@ from profkit.errors import UsageError
 from profkit.reading import _open_trace, open_capture
 from profkit.report.commands.compare import VIEWS, describe_difference, describe_differences
 from profkit.run.directory import NSYS_EXPORT, SNAPSHOT
+from profkit.run.lines import LineSteps, RunLines, write_lines
 from tests.conftest import ROOT
 from tests.golden import check_transcript
 from tests.in_process import run_command
@@ -110,6 +111,20 @@ def test_each_pair_of_runs_is_compared_as_it_was(tmp_path: Path) -> None:
         *((named, renamed), (small, without), (small, large), (untimed, timed, "--force")),
     ]
     check_transcript("compare-runs", [("compare", *words) for words in calls])
+
+
+def test_rare_steps_that_no_figure_has_are_said(tmp_path: Path) -> None:
+    """One run writes a checkpoint for 40 ms in every tenth step, none of which was timed; its steps are as before."""
+    for name, longer_ns in (("before", 0), ("after", 40_000_000)):
+        run, usual = tmp_path / name, {"step_ns": 5_000_000}
+        run.mkdir()
+        (run / "manifest.json").write_text(json.dumps({"status": "complete", "attached": {"steps": [usual] * 5}}))
+        looked = LineSteps(([usual] * 5 + [{"step_ns": 5_000_000 + longer_ns}] + [usual] * 4) * 2)
+        write_lines(run / "lines.jsonl", RunLines(looked, ()))
+    printed = run_command("compare", tmp_path / "before", tmp_path / "after")
+    assert "unchanged" in printed.stdout
+    said = "one step in 10 takes 40.0 ms longer, and the times of steps leave that out"
+    assert [line for line in printed.stderr.splitlines() if "longer" in line] == [f"warning: after: {said}"]
 
 
 def test_python_returns_what_json_holds(runs: tuple[Path, Path]) -> None:

@@ -175,6 +175,12 @@ def find_rare_steps(found: RunLines, timed: Sequence[Mapping[str, int]] = ()) ->
     )
 
 
+def find_rare_steps_of(run: Run) -> RareSteps | None:
+    """Return the rare steps of a run's first rank, of the timed ones, too; None of a run without lines."""
+    found, timed = run.lines(), run.manifest.unprofiled
+    return None if found is None else find_rare_steps(found, () if timed is None else timed.steps)
+
+
 def _is_near(one: LineTime, other: LineTime) -> bool:
     return (one.file, one.function) == (other.file, other.function) and abs(one.line - other.line) <= NEAR
 

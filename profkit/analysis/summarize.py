@@ -10,7 +10,7 @@ import numpy as np
 from profkit.analysis.efficiency.summary import EfficiencyResult
 from profkit.analysis.kernels import categorize
 from profkit.analysis.kernels.compiled_code import find_compilations, read_run_compilations
-from profkit.analysis.lines import choose_lines, find_lines, find_rare_steps
+from profkit.analysis.lines import choose_lines, find_lines, find_rare_steps_of
 from profkit.analysis.memory import find_capacity
 from profkit.analysis.memory.opened_snapshot import MemoryResult, OpenedSnapshot
 from profkit.analysis.memory.places import fold
@@ -74,8 +74,7 @@ def summarize_capture(capture: OpenedCapture) -> Summary:
     found = None if capture.run is None else capture.run.lines()
     if capture.run is not None and found is not None:
         lines = choose_lines(find_lines(capture.run))
-        timed = () if manifest.unprofiled is None else manifest.unprofiled.steps
-        summary = replace(summary, lines=lines, rare_steps=find_rare_steps(found, timed))
+        summary = replace(summary, lines=lines, rare_steps=find_rare_steps_of(capture.run))
     summary = replace(
         summary,
         compilations=read_run_compilations(capture.run),

@@ -22,6 +22,7 @@ from profkit.analysis.compare.kernel_changes import (
 )
 from profkit.analysis.compare.provenance import Origin, Provenance, compare_provenance, find_origin
 from profkit.analysis.kernels.compiled_code import RunCompilations, find_compilations, read_run_compilations
+from profkit.analysis.lines import find_rare_steps_of
 from profkit.analysis.memory.compare import Comparison
 from profkit.analysis.memory.opened_snapshot import OpenedSnapshot
 from profkit.analysis.opened import OpenedCapture
@@ -255,6 +256,7 @@ def compare_captures(
             *_warn_of_missing("kernel times", before.work, after.work),
             *_warn_of_missing("unprofiled steps", *steps),
             *(_warn_of_phases(*steps) if range is None else ()),
+            *(() if clean is None else (*_warn_of_rare_steps("before", before), *_warn_of_rare_steps("after", after))),
             *_warn_of_missing("memory snapshots", before.snapshot, after.snapshot),
             *(() if time is None else time.warnings),
             *_warn_of_compilations("before", before),
@@ -313,6 +315,13 @@ def _warn_of_phases(before: StepTimes | None, after: StepTimes | None) -> Iterat
             yield Finding(
                 "one-sided-phases", f"only the run {side} timed {', '.join(alone)}: part of its step, not compared"
             )
+
+
+def _warn_of_rare_steps(side: str, capture: ReducedCapture) -> Iterator[Finding]:
+    rare = None if capture.run is None else find_rare_steps_of(capture.run)
+    if rare is not None:
+        longer = f"{rare.which} {rare.longer_ns / 1e6:,.1f} ms longer"
+        yield Finding("rare-steps", f"{side}: {longer}, and the times of steps leave that out")
 
 
 def _explain_nothing(before: ReducedCapture, after: ReducedCapture, range: str | None) -> str:
