@@ -35,6 +35,18 @@ def make_ceilings(gpu: str = "NVIDIA H200", *, bytes_per_s: float = 5e11, **flop
     }
 
 
+def write_run(folder: Path, builder: NsysBuilder, **manifest: Any) -> Path:
+    """Write a run's trace and a manifest that holds these beside its status."""
+    builder.write(folder / "trace.sqlite")
+    (folder / "manifest.json").write_text(json.dumps({"status": "complete", "device": "cuda", **manifest}))
+    return folder
+
+
+def change_manifest(run: Path, **changes: Any) -> None:
+    path = run / "manifest.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
 def make_small_run(folder: Path, *, ceilings: bool = True) -> Path:
     """Make the run directory that ``profkit run --nsys model.small`` would have left around the trace in ``traces``."""
     manifest = {

@@ -35,6 +35,7 @@ from tests.conftest import ROOT
 from tests.efficiency_runs import (
     MOVER,
     SMALL,
+    change_manifest,
     make_ceilings,
     make_small_run,
     make_timed_run,
@@ -44,7 +45,7 @@ from tests.efficiency_runs import (
     write_two_steps,
 )
 from tests.golden import check_transcript
-from tests.in_process import manifest_of, run_command
+from tests.in_process import run_command
 from tests.nsys_builder import NsysBuilder
 
 KINETO = ROOT / "traces" / "small-train.kineto.json.gz"
@@ -183,10 +184,8 @@ def test_a_share_of_peak_says_the_peak_of_each_type_of_products(
 
 def test_float32_products_with_high_precision_are_tf32(tmp_path: Path) -> None:
     run = make_timed_run(tmp_path, work=False)
-    manifest = json.loads((run / "manifest.json").read_text())
     for dtype, precision, expected in (("fp32", "highest", "fp32"), ("fp32", "high", "tf32"), ("bf16", "high", "bf16")):
-        manifest |= {"workload": {"dtype": dtype}, "float32_matmul_precision": precision}
-        (run / "manifest.json").write_text(json.dumps(manifest))
+        change_manifest(run, workload={"dtype": dtype}, float32_matmul_precision=precision)
         assert read_trace(run).efficiency().dtype == expected
 
 
@@ -201,9 +200,7 @@ def test_steps_of_several_contexts_keep_their_own_flops_and_times(tmp_path: Path
     make_timed_run(tmp_path, work=False)
     (tmp_path / "trace.sqlite").unlink()
     builder.write(tmp_path / "trace.sqlite")
-    manifest = json.loads((tmp_path / "manifest.json").read_text())
-    manifest["clean"]["steps"] = [{"step_ns": 600, "context": 128}, {"step_ns": 700, "context": 256}]
-    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
+    change_manifest(tmp_path, clean={"steps": [{"step_ns": 600, "context": 128}, {"step_ns": 700, "context": 256}]})
     result = read_trace(tmp_path).efficiency(numbered=True)
     rows = rows_by_path(result)
     assert rows["context 128/step 0"].mfu == pytest.approx(3_000 / (600e-9 * 989.5e12))
@@ -437,11 +434,10 @@ def test_where_no_step_was_counted_the_table_and_the_summary_say_why(tmp_path: P
         builder.kernel(1_000 * step + 10, 800, name="ampere_sgemm_64x32_nt")
     builder.write(run / "trace.sqlite")
     reason = "compiled code needs --flops"
-    manifest = manifest_of(run)
-    (run / "manifest.json").write_text(json.dumps(manifest | {"processes": [{"uncounted": reason}]}))
+    change_manifest(run, processes=[{"uncounted": reason}])
     assert f"FLOPs and % of peak are unknown: {reason}." in " ".join(run_command("efficiency", run).stdout.split())
     assert f"of kernel time (% of peak: {reason})" in " ".join(run_command("summary", run).stdout.split())
-    (run / "manifest.json").write_text(json.dumps(manifest))
+    change_manifest(run, processes=[])
     shown = " ".join(run_command("efficiency", run).stdout.split())
     assert "this run counted none; `profkit run` does so unless --no-flops is given." in shown
     assert "% of peak" not in run_command("summary", run).stdout, "of an older run the summary says nothing"
@@ -588,8 +584,7 @@ def test_a_trace_without_known_bytes_is_refused(tmp_path: Path) -> None:
     with pytest.raises(TraceError, match=r"FLOPs and least bytes of its ranges are unknown.*`profkit run` counts them"):
         plot_roofline(opened.efficiency(dtype="fp32"), tmp_path / "r.png")
     run = make_small_run(tmp_path, ceilings=False)
-    manifest = json.loads((run / "manifest.json").read_text()) | {"gpu": "a GPU of no datasheet"}
-    (run / "manifest.json").write_text(json.dumps(manifest))
+    change_manifest(run, gpu="a GPU of no datasheet")
     opened = read_trace(run)
     with pytest.raises(TraceError, match=r"the GPU's peaks are unknown.*`profkit ceilings`"):
         plot_roofline(opened.efficiency(), tmp_path / "r.png")

@@ -29,8 +29,8 @@ from profkit.run.compiled_code import Compilation, GraphBreak, append_records
 from tests.browser import draw_first_screen, open_page, read_table
 from tests.captures import capture
 from tests.conftest import ROOT
-from tests.efficiency_runs import make_small_run, write_two_steps
-from tests.in_process import manifest_of, run_command
+from tests.efficiency_runs import change_manifest, make_small_run, write_two_steps
+from tests.in_process import run_command
 from tests.nsys_builder import NsysBuilder
 
 pytestmark = pytest.mark.usefixtures("read_once")
@@ -44,18 +44,17 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run with time, memory, counted work and unprofiled steps."""
     folder = make_small_run(tmp_path_factory.mktemp("small"))
     shutil.copyfile(SNAPSHOT, folder / "snapshot.pickle")
-    manifest = manifest_of(folder)
-    manifest |= {
-        "argv": ["python", "/home/somebody/secret/train.py", "--data=/home/somebody/data/set.bin"],
-        "started_utc": "2026-11-20T10:00:00+00:00",
-        "environment": {"CUDA_VISIBLE_DEVICES": "environment-of-somebody"},
-        "versions": {"torch": "2.11.0"},
-        "driver": "580.1",
-        "workload": {"dtype": "fp32", "steps": 2},
-        "attached": {"steps": [{"step_ns": 33_000_000 + 100_000 * step} for step in range(6)]},
-        "warnings": ["said once", "said once"],
-    }
-    (folder / "manifest.json").write_text(json.dumps(manifest))
+    change_manifest(
+        folder,
+        argv=["python", "/home/somebody/secret/train.py", "--data=/home/somebody/data/set.bin"],
+        started_utc="2026-11-20T10:00:00+00:00",
+        environment={"CUDA_VISIBLE_DEVICES": "environment-of-somebody"},
+        versions={"torch": "2.11.0"},
+        driver="580.1",
+        workload={"dtype": "fp32", "steps": 2},
+        attached={"steps": [{"step_ns": 33_000_000 + 100_000 * step} for step in range(6)]},
+        warnings=["said once", "said once"],
+    )
     return folder
 
 
@@ -119,8 +118,7 @@ def test_what_was_not_recorded_is_said_with_the_command_that_records_it(tmp_path
 def test_what_torch_compile_did_in_recorded_steps_stands_with_its_line_and_reason(run: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     shutil.copytree(run, folder)
-    manifest = manifest_of(folder)
-    (folder / "manifest.json").write_text(json.dumps(manifest | {"processes": [{"process": "7", "pid": 7}]}))
+    change_manifest(folder, processes=[{"process": "7", "pid": 7}])
     append_records(
         folder / "compiled.jsonl",
         [

@@ -43,9 +43,9 @@ from profkit.run.manifest import Manifest, Workload
 from profkit.run.recording import COMMAND_WARMUP
 from tests.captures import CAPTURES, capture
 from tests.conftest import ROOT
-from tests.efficiency_runs import SMALL, make_small_run, make_timed_run
+from tests.efficiency_runs import SMALL, change_manifest, make_small_run, make_timed_run, write_run
 from tests.golden import check_transcript
-from tests.in_process import manifest_of, run_command
+from tests.in_process import run_command
 from tests.memory_captures import Training
 from tests.nsys_builder import NsysBuilder
 
@@ -372,11 +372,9 @@ def test_a_prediction_has_as_many_digits_as_its_ends_are_apart(after: Interval, 
 
 def test_without_a_gpu_the_parts_are_phases_with_their_lines(tmp_path: Path) -> None:
     steps = [{"step_ns": 1_000, "forward_ns": 300, "backward_ns": 500}] * 3
-    (tmp_path / "manifest.json").write_text(json.dumps({"status": "complete", "clean": {"steps": steps}}))
     builder = NsysBuilder()
     builder.range("step 0", 0, 1_500)
-    builder.write(tmp_path / "trace.sqlite")
-    account = open_capture(tmp_path).trace.account  # type: ignore[union-attr]
+    account = open_capture(write_run(tmp_path, builder, clean={"steps": steps})).trace.account  # type: ignore[union-attr]
     line = LineTime("/me/train.py", 30, "main", "torch.randn", None, "main", 90, 150, 0, 0.0)
     tree = divide_step(account, None, (line,), 1_000)
     assert [(*part.phases, part.time_ns, part.line and part.line.line) for part in tree.parts] == [
@@ -432,8 +430,7 @@ def _run_of(folder: Path, **facts: object) -> Path:
     """Make a run of two steps, whose manifest also holds these."""
     folder.mkdir(exist_ok=True)
     run = make_timed_run(folder)
-    manifest = manifest_of(run)
-    (run / "manifest.json").write_text(json.dumps(manifest | facts))
+    change_manifest(run, **facts)
     return run
 
 

@@ -29,7 +29,7 @@ from profkit.report.commands.efficiency import build_efficiency_document
 from profkit.report.commands.steps import limit_words
 from profkit.report.commands.summary import build_summary_document
 from profkit.report.document import render
-from tests.efficiency_runs import make_timed_run, notes_of, rows_by_path, write_two_steps
+from tests.efficiency_runs import change_manifest, make_timed_run, notes_of, rows_by_path, write_run, write_two_steps
 from tests.nsys_builder import NsysBuilder
 from tests.step_builder import ADD, NVJET
 
@@ -37,12 +37,6 @@ MS = 1_000_000
 ALL_REDUCE = "ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096>)"
 FOREACH = "void at::native::multi_tensor_apply_kernel<TensorListMetadata<2>, BinaryOpListAlphaFunctor<float>>(T1)"
 FUSED_ADAM = "void multi_tensor_apply_kernel<FusedOptimizerTensorListMetadata<4>, FusedAdamMathFunctor<float>>(T1)"
-
-
-def _open_run(folder: Path, builder: NsysBuilder, **manifest: Any) -> Path:
-    builder.write(folder / "trace.sqlite")
-    (folder / "manifest.json").write_text(json.dumps({"status": "complete", "device": "cuda", **manifest}))
-    return folder
 
 
 def _steps(*times: int, **more: int) -> dict[str, Any]:
@@ -147,7 +141,7 @@ def _write_ranks(folder: Path, exposed: tuple[int, int], **manifest: Any) -> Pat
             builder.kernel(
                 at + 2 * MS, exposed[rank], start=at + 42 * MS, tid=pid, pid=pid, device=rank, name=ALL_REDUCE
             )
-    return _open_run(folder, builder, **manifest)
+    return write_run(folder, builder, **manifest)
 
 
 def test_rows_follow_one_another_in_time_with_the_ranks_of_their_processes(tmp_path: Path) -> None:
@@ -216,7 +210,7 @@ def test_things_are_counted_per_step_of_the_program_not_of_a_gpu(tmp_path: Path)
         for launch in range(6):
             begin = at + 60 * MS + launch * 4 * MS
             builder.kernel(begin, 3 * MS, start=begin + 10_000, device=launch % 2, name=FOREACH)
-    summary = _summarize(_open_run(tmp_path, builder))
+    summary = _summarize(write_run(tmp_path, builder))
     assert (summary.step_count, summary.program_steps) == (4, 2)
     assert summary.optimizer.launch_count == 6 * summary.program_steps
 
@@ -235,7 +229,7 @@ def test_the_shares_of_work_are_one_partition(tmp_path: Path) -> None:
             at += 10 * MS
             builder.kernel(at, 10 * MS, start=at + 10, name=name)
         at += 100 * MS
-    run = _open_run(tmp_path, builder)
+    run = write_run(tmp_path, builder)
     work = _summarize(run).work
     parts = (work.product_ns, work.small_ns, work.optimizer_ns, work.communication_ns, work.graph_ns)
     assert parts == (10 * MS, 20 * MS, 30 * MS, 20 * MS, 0)
@@ -251,7 +245,7 @@ def test_phases_of_timed_steps_that_no_recorded_step_has_are_named(tmp_path: Pat
     builder = NsysBuilder()
     builder.range("step 0", 0, 10 * MS)
     builder.kernel(10, 4 * MS)
-    run = _open_run(tmp_path, builder, attached={"steps": attached}, profiled={"steps": [common] * 2})
+    run = write_run(tmp_path, builder, attached={"steps": attached}, profiled={"steps": [common] * 2})
     (warning,) = [one for one in read_trace(run).efficiency().warnings if one.code == "phases-not-recorded"]
     assert warning.message.startswith("the unprofiled steps had inference in 1 of 8 steps (30.0 ms); no recorded step")
     assert "inference in 1 of 8 steps" in _screen(run)
@@ -269,7 +263,7 @@ def test_recorded_steps_that_waited_longer_for_data_are_said_not_used(tmp_path: 
         part: {"steps": [{"data_ns": wait * MS, "step_ns": (wait + 3) * MS}] * 3}
         for part, wait in (("attached", 0), ("profiled", 45))
     }
-    opened = read_trace(_open_run(tmp_path, builder, **timed))
+    opened = read_trace(write_run(tmp_path, builder, **timed))
     assert opened.account.step_ns() == 3 * MS
     assert (opened.account.idle_time().idle_ns, opened.account.idle_time().causes.data_ns) == (MS, 0)
     assert "data-waits-grew" in {one.code for one in opened.efficiency().warnings}
@@ -288,38 +282,30 @@ def _time_loader(
     }
     loading = {"workers": workers, "queue_batches": 2 * workers, "batches_per_step": 1.0}
     process = {"process": "1", "pid": 1, "rank": None, "state": "complete", "is_recorded": True, "loading": loading}
-    opened = read_trace(_open_run(place, builder, **steps, processes=[process]))
+    opened = read_trace(write_run(place, builder, **steps, processes=[process]))
     return opened.account.step_ns(), [one for one in opened.efficiency().warnings if one.code == "data-waits-grew"]
 
 
-def test_a_wait_that_a_full_queue_hid_is_counted_in_the_unprofiled_step(tmp_path: Path) -> None:
-    step_ns, (warning,) = _time_loader(tmp_path, waits=[0, 0, 180, 0], workers=4)
-    assert step_ns == pytest.approx(48 * MS, rel=1e-6)
-    assert warning.message.endswith(
-        "a queue that was full at first hid the wait, which is counted in the unprofiled step"
-    )
-
-
-def test_the_wait_of_the_last_recorded_step_is_counted_in_few_unprofiled_ones(tmp_path: Path) -> None:
-    step_ns, _ = _time_loader(tmp_path, waits=[0, 0, 0, 180], workers=4, timed=3)
-    assert step_ns == pytest.approx(48 * MS, rel=1e-6)
-
-
-def test_workers_set_the_pace_however_much_the_profiler_slows_python(tmp_path: Path) -> None:
-    step_ns, _ = _time_loader(tmp_path, waits=[0, 0, 164, 0], workers=4, recorded_busy=7)
-    assert step_ns == pytest.approx(48 * MS, rel=1e-6)
-
-
-def test_fewer_recorded_steps_than_workers_deliver_at_once_say_nothing_of_the_wait(tmp_path: Path) -> None:
-    step_ns, (warning,) = _time_loader(tmp_path, waits=[0, 0, 180, 0], workers=8)
-    assert step_ns == 3 * MS
-    assert "time more steps" in warning.message
-
-
-def test_a_wait_that_made_no_recorded_step_longer_makes_no_unprofiled_one_longer(tmp_path: Path) -> None:
-    """Work of the GPU, 60 ms of it, hides a wait of 45 ms."""
-    step_ns, _ = _time_loader(tmp_path, waits=[45] * 4, workers=4, busy=60, recorded_busy=3)
-    assert step_ns == 60 * MS
+@pytest.mark.parametrize(
+    ("how", "expected_ms", "said"),
+    [
+        ({"waits": [0, 0, 180, 0], "workers": 4}, 48, "first hid the wait, which is counted in the unprofiled step"),
+        # The wait of the last recorded step counts, where few unprofiled ones were timed.
+        ({"waits": [0, 0, 0, 180], "workers": 4, "timed": 3}, 48, "counted in the unprofiled step"),
+        # Workers set the pace however much the profiler slows Python.
+        ({"waits": [0, 0, 164, 0], "workers": 4, "recorded_busy": 7}, 48, "counted in the unprofiled step"),
+        # Fewer recorded steps than workers deliver at once say nothing.
+        ({"waits": [0, 0, 180, 0], "workers": 8}, 3, "time more steps"),
+        # Work of the GPU, 60 ms of it, hides a wait of 45 ms in recorded steps and in unprofiled ones.
+        ({"waits": [45] * 4, "workers": 4, "busy": 60, "recorded_busy": 3}, 60, "time more steps"),
+    ],
+)
+def test_a_wait_that_a_full_queue_hid_is_counted_in_the_unprofiled_step(
+    tmp_path: Path, how: dict[str, Any], expected_ms: int, said: str
+) -> None:
+    step_ns, (warning,) = _time_loader(tmp_path, **how)
+    assert step_ns == pytest.approx(expected_ms * MS, rel=1e-6)
+    assert said in warning.message
 
 
 def test_each_context_has_its_own_unprofiled_step(tmp_path: Path) -> None:
@@ -331,7 +317,7 @@ def test_each_context_has_its_own_unprofiled_step(tmp_path: Path) -> None:
         builder.range("step 0", at + 1, at + 10 * MS)
         builder.kernel(at + 10, 4 * MS)
         steps.append({"context": context, "step_ns": unprofiled})
-    account = read_trace(_open_run(tmp_path, builder, clean={"steps": steps})).account
+    account = read_trace(write_run(tmp_path, builder, clean={"steps": steps})).account
     assert account.context.tolist() == [128, 256, 256]
     assert [account.idle_time(account.context == one).idle_ns for one in (128, 256)] == [MS, 32 * MS]
     assert account.idle_time().share == 33 / 45
@@ -399,10 +385,8 @@ def _micro_batches(folder: Path, *, devices: int = 1, **clean_ns: int) -> dict[s
                 start = at + begin + length // 2
                 builder.kernel(at + begin + 1, length // 2, start=start, device=device)
     times = {f"{phase}_ns" if phase == "step" else f"{phase}_event_ns": time for phase, time in clean_ns.items()}
-    manifest = {"status": "complete", "device": "cuda", "workload": {}, "clean": {"steps": [times] * 2}}
-    (folder / "manifest.json").write_text(json.dumps(manifest))
-    builder.write(folder / "trace.sqlite")
-    return rows_by_path(read_trace(folder).efficiency())
+    run = write_run(folder, builder, workload={}, clean={"steps": [times] * 2})
+    return rows_by_path(read_trace(run).efficiency())
 
 
 def _idle_ns(row: EfficiencyRow) -> float:
@@ -462,10 +446,8 @@ def test_launch_bound_ranges_without_unprofiled_times_carry_a_warning(tmp_path: 
 
 def test_unprofiled_steps_that_vary_widely_give_a_warning(tmp_path: Path) -> None:
     run = make_timed_run(tmp_path)
-    manifest = json.loads((run / "manifest.json").read_text())
     for slow, expected in ((1_000, []), (1_600, ["uneven-clean-steps"])):
-        manifest["clean"] = {"steps": [{"step_ns": slow}, {"step_ns": 800}]}
-        (run / "manifest.json").write_text(json.dumps(manifest))
+        change_manifest(run, clean={"steps": [{"step_ns": slow}, {"step_ns": 800}]})
         found = read_trace(run).efficiency().warnings
         assert [one.code for one in found] == expected
     assert "2 unprofiled steps vary widely: their standard deviation is 47% of their mean" in found[0].message
@@ -548,13 +530,10 @@ def _run(folder: Path, unprofiled: list[tuple[int, int]], recorded: int, workers
     builder, at = NsysBuilder(), 0
     for number in range(recorded):
         at = _step(builder, number, at, 80 * MS if number % 8 == 0 else 0)
-    builder.write(folder / "trace.sqlite")
     steps = [{"step_ns": step, "data_ns": wait} for step, wait in unprofiled]
     loading = {"workers": workers, "queue_batches": 2 * workers, "batches_per_step": 1.0}
-    manifest = {"status": "complete", "device": "cuda", "attached": {"steps": steps}}
-    manifest["processes"] = [{"loading": loading}]
-    (folder / "manifest.json").write_text(json.dumps(manifest))
-    return read_trace(folder).efficiency()
+    run = write_run(folder, builder, attached={"steps": steps}, processes=[{"loading": loading}])
+    return read_trace(run).efficiency()
 
 
 BURST = [(82 * MS, 80 * MS), *[(2 * MS, 0)] * 7]
@@ -592,10 +571,8 @@ def test_fewer_steps_than_workers_say_little_of_waiting(
 def test_few_steps_of_a_program_that_does_not_wait_are_enough(tmp_path: Path) -> None:
     builder = NsysBuilder()
     _step(builder, 0, 0, 100_000)
-    builder.write(tmp_path / "trace.sqlite")
-    loading = {"workers": 8, "batches_per_step": 1.0}
-    (tmp_path / "manifest.json").write_text(json.dumps({"status": "complete", "processes": [{"loading": loading}]}))
-    assert "few-steps-for-data" not in {one.code for one in read_trace(tmp_path).efficiency().warnings}
+    run = write_run(tmp_path, builder, processes=[{"loading": {"workers": 8, "batches_per_step": 1.0}}])
+    assert "few-steps-for-data" not in {one.code for one in read_trace(run).efficiency().warnings}
 
 
 def test_waiting_while_the_gpu_computes_costs_nothing(tmp_path: Path) -> None:
@@ -670,9 +647,7 @@ def _with_launches(folder: Path, manifest: dict[str, Any]) -> EfficiencyRow:
         for launch_at in range(MS, 7 * MS, 100_000):
             builder.call(at + launch_at, name="cudaEventRecord_v3020")
         builder.kernel(at + 7 * MS - 1_000, 3 * MS, start=at + 7 * MS)
-    builder.write(folder / "trace.sqlite")
-    (folder / "manifest.json").write_text(json.dumps({"status": "complete", "device": "cuda", **manifest}))
-    return rows_by_path(read_trace(folder).efficiency())["step *"]
+    return rows_by_path(read_trace(write_run(folder, builder, **manifest)).efficiency())["step *"]
 
 
 def test_waits_that_the_profiler_hid_count(tmp_path: Path) -> None:
