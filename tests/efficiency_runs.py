@@ -119,9 +119,15 @@ def two_steps_work(**changes: Any) -> dict[str, Any]:
 
 
 def make_timed_run(
-    folder: Path, *, work: bool = True, ceilings: bool = True, clean_ns: int = 800, kernel: str = "gemm"
+    folder: Path,
+    builder: NsysBuilder | None = None,
+    *,
+    work: bool = True,
+    ceilings: bool = True,
+    clean_ns: int = 800,
+    kernel: str = "gemm",
 ) -> Path:
-    """Make the run directory of `write_two_steps`: steps of 1,000 ns profiled, of ``clean_ns`` unprofiled."""
+    """Make the run directory of a trace, else of `write_two_steps`: steps of 1,000 ns, unprofiled of ``clean_ns``."""
     steps = [{"forward_ns": clean_ns // 4, "step_ns": clean_ns}] * 3
     profiled = [{"forward_ns": 400, "step_ns": 1_000}] * 2
     manifest = {
@@ -138,5 +144,9 @@ def make_timed_run(
         (folder / "work.json").write_text(json.dumps(two_steps_work()))
     if ceilings:
         (folder / "ceilings.json").write_text(json.dumps(make_ceilings()))
-    write_two_steps(folder / "trace.sqlite", kernel)
+    trace = folder / "trace.sqlite"
+    if builder is None:
+        write_two_steps(trace, kernel)
+    else:
+        builder.write(trace)
     return folder

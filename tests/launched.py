@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -80,3 +81,12 @@ def wait_until(is_so: Callable[[], object]) -> None:
     while not is_so():
         assert time.monotonic() < deadline
         time.sleep(0.02)
+
+
+def run_threads(function: Callable[[int], object], count: int) -> None:
+    """Call it with each number in a thread of its own, all at once, and wait for them."""
+    threads = [threading.Thread(target=function, args=(number,)) for number in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()

@@ -47,7 +47,7 @@ def test_thread_only_places_the_backward_pass_in_no_range(captures: Path) -> Non
     assert (result.kernel_count, result.kernel_time_ns) == (2, 1664)
 
 
-def _slow_account(path: Path, name: str) -> tuple[int, int]:
+def slow_account(path: Path, name: str) -> tuple[int, int]:
     """Return kernels and time launched, by any thread of the process, while a range of that name was open.
 
     Row by row in SQL and Python, with no notion of who works for whom.
@@ -79,7 +79,7 @@ def _slow_account(path: Path, name: str) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize(("capture", "name", "instances", "kernels", "total_ns"), KNOWN)
-def test_real_captures_give_their_known_figures_which_are_those_of_a_slow_account(
+def test_real_captures_give_their_known_figures_which_are_those_of_aslow_account(
     captures: Path, capture: str, name: str, instances: int, kernels: int, total_ns: int
 ) -> None:
     path = captures / f"{capture}.sqlite"
@@ -88,7 +88,7 @@ def test_real_captures_give_their_known_figures_which_are_those_of_a_slow_accoun
     assert sum(row.total_ns for row in result.kernels) == total_ns
     assert sum(row.count for row in result.kernels) == kernels
     assert result.range_evidence.direct_ns + result.range_evidence.inferred_ns == total_ns
-    assert _slow_account(path, name) == (kernels, total_ns)
+    assert slow_account(path, name) == (kernels, total_ns)
 
 
 Rows = list[tuple[Any, ...]]

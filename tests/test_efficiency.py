@@ -83,10 +83,7 @@ def test_a_scripts_ranges_around_its_steps_do_not_hide_their_work(tmp_path: Path
     builder.range("step 0", 10, 900)
     builder.range("forward", 20, 800)
     builder.kernel(30, 100)
-    run = make_timed_run(tmp_path)
-    (run / "trace.sqlite").unlink()
-    builder.write(run / "trace.sqlite")
-    rows = rows_by_path(read_trace(run).efficiency())
+    rows = rows_by_path(read_trace(make_timed_run(tmp_path, builder)).efficiency())
     assert {path: row.flops for path, row in rows.items()} == {
         "epoch 0": None,
         "epoch 0/step 0": 9_100,
@@ -197,9 +194,7 @@ def test_steps_of_several_contexts_keep_their_own_flops_and_times(tmp_path: Path
         builder.range("step 0", at + 1, at + 901)
         builder.range("forward", at + 1, at + 901, int64Value=flops)
         builder.kernel(at + 10, 500)
-    make_timed_run(tmp_path, work=False)
-    (tmp_path / "trace.sqlite").unlink()
-    builder.write(tmp_path / "trace.sqlite")
+    make_timed_run(tmp_path, builder, work=False)
     change_manifest(tmp_path, clean={"steps": [{"step_ns": 600, "context": 128}, {"step_ns": 700, "context": 256}]})
     result = read_trace(tmp_path).efficiency(numbered=True)
     rows = rows_by_path(result)

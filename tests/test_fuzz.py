@@ -137,12 +137,8 @@ def _many_places(path: Path) -> None:
     builder.write(path)
 
 
-def _many_modules(path: Path) -> None:
-    worst_snapshots.write_snapshot(worst_snapshots.SNAPSHOTS["module texts"](COUNT), path)
-
-
-def _many_lines(path: Path) -> None:
-    worst_snapshots.write_snapshot(worst_snapshots.long_fx_frames(COUNT), path)
+def _modules_or_lines(family: str) -> Callable[[Path], Path]:
+    return lambda path: worst_snapshots.write_snapshot(worst_snapshots.SNAPSHOTS[family](COUNT), path)
 
 
 def _linked(path: Path) -> None:
@@ -163,14 +159,26 @@ def _linked(path: Path) -> None:
             )
             for what in ("GPUs", "processes", "threads")
         ),
-        ("memory d.pickle --by module", _many_modules, "_MOST_MODULES", 100, "more than 100 modules"),
-        ("memory d.pickle", _many_lines, "_MOST_MADE_LINES", 1_000, "made from over 1,000 lines"),
+        (
+            "memory d.pickle --by module",
+            _modules_or_lines("module texts"),
+            "_MOST_MODULES",
+            100,
+            "more than 100 modules",
+        ),
+        (
+            "memory d.pickle",
+            _modules_or_lines("long fx frames"),
+            "_MOST_MADE_LINES",
+            1_000,
+            "made from over 1,000 lines",
+        ),
         ("ranges d.json", _linked, "_MOST_MIRRORS", -10_000, "more in the backward pass; captures with that many are"),
     ],
 )
 def test_more_than_any_capture_holds_is_refused(
     command: str,
-    write: Callable[[Path], None],
+    write: Callable[[Path], object],
     bound: str,
     most: int,
     says: str,

@@ -8,7 +8,6 @@ import os
 import shutil
 import socket
 import sys
-import threading
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,7 +20,7 @@ from profkit.joining import gather
 from profkit.run.directory import choose_run, make_run_directory, runs_of_job
 from profkit.run.job import Job, find_job, local_rank_number, node_number, rank_number, rank_of_command
 from tests.in_process import check_command, manifest_of, run_command
-from tests.launched import started
+from tests.launched import run_threads, started
 from tests.training_scripts import training_of_ranks
 
 if TYPE_CHECKING:
@@ -147,11 +146,7 @@ def test_machines_with_one_directory_get_one_each_within_it(tmp_path: Path) -> N
 
 def test_machines_that_nobody_numbers_take_the_next_free_number(tmp_path: Path) -> None:
     shared, made = tmp_path / "shared", list[Path]()
-    threads = [threading.Thread(target=lambda: made.append(_make(shared, Job("j7", 8)))) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    run_threads(lambda _: made.append(_make(shared, Job("j7", 8))), 8)
     assert sorted(made) == [shared / f"node{number}" for number in range(8)]
     with pytest.raises(RunError, match="holds the run of all 8 machines of a job already"):
         make_run_directory(shared, "train", Job("j7", 8))
@@ -239,18 +234,14 @@ def test_of_runs_that_begin_at_once_in_one_directory_one_has_it(tmp_path: Path) 
 
     said: list[str] = []
 
-    def begin(name: str) -> None:
+    def begin(number: int) -> None:
         try:
-            write_manifest(tmp_path / "manifest.json", Manifest(target=name), is_first=True)
+            write_manifest(tmp_path / "manifest.json", Manifest(target=f"task {number}"), is_first=True)
         except FileExistsError:
             return
-        said.append(name)
+        said.append(f"task {number}")
 
-    threads = [threading.Thread(target=begin, args=[f"task {number}"]) for number in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    run_threads(begin, 8)
     assert [manifest_of(tmp_path)["target"]] == said
     assert [path.name for path in tmp_path.iterdir()] == ["manifest.json"]
 

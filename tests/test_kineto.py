@@ -42,6 +42,7 @@ from tests.kineto_builder import (
     work_names,
     written,
 )
+from tests.second_method import union
 
 
 def test_the_shared_capture_has_its_known_figures() -> None:
@@ -271,14 +272,6 @@ def test_an_annotation_in_which_the_profiler_stopped_ends_with_the_capture(
 # -- how operators nest ----------------------------------------------------------------------------------------------
 
 
-def union_ns(intervals: list[tuple[int, int]]) -> int:
-    covered, until = 0, -(10**30)
-    for start, end in sorted(intervals):
-        covered += max(0, end - max(start, until))
-        until = max(until, end)
-    return covered
-
-
 @given(st.lists(st.tuples(st.integers(0, 60), st.integers(0, 30), st.integers(0, 1)), max_size=30))
 def test_self_times_add_up_where_rounding_makes_a_child_outlive_its_parent(rows: list[tuple[int, int, int]]) -> None:
     start, duration, thread = (np.array([r[i] for r in rows], dtype=np.int64) for i in range(3))
@@ -286,7 +279,7 @@ def test_self_times_add_up_where_rounding_makes_a_child_outlive_its_parent(rows:
     assert (forest.self_ns >= 0).all()
     for one in (0, 1):
         mine = [(s, s + d) for s, d, t in rows if t == one]
-        assert int(forest.self_ns[thread == one].sum()) == union_ns(mine)
+        assert int(forest.self_ns[thread == one].sum()) == sum(end - start for start, end in union(mine))
     if len(rows):
         zeros = np.zeros(len(rows), dtype=np.int64)
         work = Work(

@@ -196,10 +196,6 @@ def test_a_missing_column_that_is_needed_is_named(tmp_path: Path) -> None:
         read_nsys(path)
 
 
-def _not_sqlite(path: Path) -> None:
-    path.write_text("QDSTRM nothing to see")
-
-
 def _foreign(path: Path) -> None:
     connection = sqlite3.connect(path)
     connection.execute("CREATE TABLE moz_places (id INTEGER, url TEXT)")
@@ -244,7 +240,7 @@ def _rolled_back(path: Path) -> None:
     [
         (lambda path: None, "no such file"),
         (lambda path: path.write_bytes(b""), "empty"),
-        (_not_sqlite, "not a SQLite database"),
+        (lambda path: path.write_text("QDSTRM nothing to see"), "not a SQLite database"),
         (_foreign, "no Nsight Systems export"),
         (_truncated, "cut short"),
         (_malformed, "damaged"),

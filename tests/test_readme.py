@@ -6,7 +6,6 @@ import gzip
 import json
 import re
 import shlex
-import sqlite3
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +22,7 @@ from tests.conftest import ROOT
 
 if TYPE_CHECKING:
     from tests.forked_scripts import Forks
+from tests.test_attribution import slow_account
 
 pytestmark = pytest.mark.usefixtures("read_once")
 
@@ -111,21 +111,8 @@ def test_figures_are_given_for_three_traces() -> None:
 def test_a_trace_holds_its_known_figures(name: str, part: str, count: int, total_ns: int) -> None:
     result = read_trace(TRACES / name).kernels(part or None)
     assert (result.kernel_count, result.kernel_time_ns) == (count, total_ns)
-
-
-def test_the_nsys_figures_come_out_of_plain_sql_too() -> None:
-    connection = sqlite3.connect(f"file:{TRACES / 'small-train.nsys2025.sqlite'}?mode=ro", uri=True)
-    sql = """
-        SELECT count(DISTINCT k.rowid), sum(k.end - k.start)
-        FROM CUPTI_ACTIVITY_KIND_KERNEL k
-        JOIN CUPTI_ACTIVITY_KIND_RUNTIME r
-          ON r.correlationId = k.correlationId AND (r.globalTid & ~0xFFFFFF) = k.globalPid
-        JOIN NVTX_EVENTS n ON r.start >= n.start AND r.start < n.end
-        LEFT JOIN StringIds s ON s.id = n.textId
-        WHERE coalesce(n.text, s.value) = 'backward'
-    """
-    assert connection.execute(sql).fetchone() == (2422, 35_723_791)
-    connection.close()
+    if part and name.endswith(".sqlite"):
+        assert slow_account(TRACES / name, part) == (count, total_ns)
 
 
 def test_the_kineto_figures_come_out_of_the_raw_events_too() -> None:

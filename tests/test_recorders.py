@@ -46,6 +46,7 @@ from profkit.run.range_log import (
 from profkit.run.recording import LocalRanks, Order
 from tests.forked_scripts import Forks
 from tests.in_process import manifest_of, names_in
+from tests.launched import run_threads
 
 CPU = torch.device("cpu")
 
@@ -168,17 +169,9 @@ def test_no_rank_goes_on_before_all_have_come(tmp_path: Path) -> None:
         assert _rank(tmp_path, number, 3).meet("arrived")
         seen.append("goes on")
 
-    _run_threads(come, 3)
+    run_threads(come, 3)
     assert seen == [*(f"rank {number} waits" for number in range(3)), *["goes on"] * 3]
     assert all(path.name.startswith("partial.") for path in tmp_path.iterdir()), "a run that failed is cleared of them"
-
-
-def _run_threads(function: object, count: int) -> None:
-    threads = [threading.Thread(target=function, args=(number,)) for number in range(count)]  # type: ignore[arg-type]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
 
 
 def test_a_rank_that_does_not_come_is_not_awaited_for_ever(tmp_path: Path) -> None:
@@ -187,7 +180,7 @@ def test_a_rank_that_does_not_come_is_not_awaited_for_ever(tmp_path: Path) -> No
 
 def test_ranks_agree_on_the_largest_number(tmp_path: Path) -> None:
     agreed: list[int] = []
-    _run_threads(lambda number: agreed.append(_rank(tmp_path, number, 3).agree("drain", (2, 8, 0)[number])), 3)
+    run_threads(lambda number: agreed.append(_rank(tmp_path, number, 3).agree("drain", (2, 8, 0)[number])), 3)
     assert agreed == [8, 8, 8]
     assert _rank(tmp_path, 0, 1).agree("alone", 5) == 5
     assert _rank(tmp_path, 0, 2).agree("one alone", 5, patience_s=0.1) == 0
@@ -212,7 +205,7 @@ def test_one_nsys_starts_and_stops_once_for_all_ranks(tmp_path: Path, monkeypatc
             said.append(f"step of {number}")
         said.append(f"after {number}")
 
-    _run_threads(train, 2)
+    run_threads(train, 2)
     assert said[0] == "start"
     assert sorted(said[1:3]) == ["step of 0", "step of 1"]
     assert said[3] == "stop"

@@ -31,6 +31,7 @@ from profkit.report.commands.summary import build_summary_document
 from profkit.report.document import render
 from tests.efficiency_runs import change_manifest, make_timed_run, notes_of, rows_by_path, write_run, write_two_steps
 from tests.nsys_builder import NsysBuilder
+from tests.second_method import overlap, union
 from tests.step_builder import ADD, NVJET
 
 MS = 1_000_000
@@ -80,7 +81,7 @@ def count_idle_slowly(opened: OpenedTrace) -> tuple[int, int, Fraction, Fraction
             begin, finish = min(first, max(opened_ns, before)), max(closed_ns, last)
             following = min((start for start, _ in here if start >= finish), default=max(ends))
             finish = max(finish, min(max(ends), following))
-            busy = _count_busy(here, begin, finish)
+            busy = overlap(union(here), begin, finish)
             recorded, idle = recorded + finish - begin, idle + finish - begin - busy
             busy_of[device].append(busy)
     if unprofiled is None:
@@ -105,15 +106,6 @@ def _find_steps_slowly(opened: OpenedTrace) -> list[int]:
         if re.fullmatch(r"step( \d+)?", name) and not is_inner and not trace.ranges.is_open[index]:
             steps.append(index)
     return steps
-
-
-def _count_busy(spans: list[tuple[int, int]], begin: int, finish: int) -> int:
-    busy, reached = 0, begin
-    for start, end in spans:
-        gained = min(end, finish) - max(start, reached)
-        if gained > 0:
-            busy, reached = busy + gained, min(end, finish)
-    return busy
 
 
 @pytest.mark.parametrize(("unprofiled_ns", "share"), [(800, 240 / 800), (1_000, 0.44), (5_600, 0.9), (300, 0.0)])
@@ -688,9 +680,7 @@ def test_idle_time_without_a_profiler_is_divided(idle: int, change: int | None, 
     assert sum(expected) == idle
 
 
-@pytest.mark.parametrize(("change", "expected"), [(None, (0, 0, 0, 7)), (3, (7, 0, 0, 0))])
-def test_idle_time_of_a_gpu_that_was_recorded_without_any_has_no_known_cause_but_data(
-    change: int | None, expected: tuple[int, int, int, int]
-) -> None:
+def test_idle_time_of_a_gpu_that_was_recorded_without_any_has_no_known_cause_but_data() -> None:
     parts = GpuParts(40, 40, 0, 0, launching_ns=0, synchronising_ns=0, outside_cuda_ns=0, **OVERLAPPED)
-    assert divide_idle(parts, DataWait(), 7, change) == IdleCauses(*expected)
+    assert divide_idle(parts, DataWait(), 7, None) == IdleCauses(0, 0, 0, 7)
+    assert divide_idle(parts, DataWait(), 7, 3) == IdleCauses(7, 0, 0, 0)

@@ -19,6 +19,7 @@ from tests.allocator_reference import MIB, ReferenceAllocator, recording
 from tests.golden import check_text
 from tests.memory_captures import opened
 from tests.test_allocator import drive, random_steps
+from tests.test_memory_account import in_two_segments
 
 pytestmark = pytest.mark.usefixtures("read_once")
 
@@ -107,11 +108,7 @@ def releasing(at_once: bool) -> ReferenceAllocator:
 
 def ended() -> ReferenceAllocator:
     """The request that ended the program is part of every other case."""
-    allocator = recording()
-    blocks = [allocator.malloc(60 * MIB) for _ in range(4)]
-    for block, kept in ((blocks[0], 30), (blocks[2], 35)):
-        allocator.free(block)
-        allocator.malloc(kept * MIB)
+    allocator = in_two_segments()
     allocator.run_out(50 * MIB, device_free=30 * MIB)
     return allocator
 
