@@ -105,8 +105,7 @@ def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     builder.name_thread("pt_autograd_0", 101)
     for step in range(2):
         base = 200_000 * step
-        builder.range(f"step {step}", base, base + 190_000)
-        builder.range("forward", base + 1000, base + 50_000)
+        builder.ranges((f"step {step}", base, base + 190_000), ("forward", base + 1000, base + 50_000))
         builder.kernel(base + 2000, 3000, name=gemm, start=base + 3000)
         builder.range("backward", base + 60_000, base + 140_000)
         builder.kernel(base + 61_000, 1250, name=add, start=base + 62_000)
@@ -120,8 +119,7 @@ def two_devices(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a capture with two GPUs, a warm-up, and a range in a domain of its own."""
     builder = NsysBuilder()
     builder.domain(3, "NCCL")
-    builder.range("Warmup", 0, 900)
-    builder.range("forward", 100, 500)
+    builder.ranges(("Warmup", 0, 900), ("forward", 100, 500))
     builder.kernel(200, 50, device=0)
     builder.range("forward", 1000, 1500)
     builder.kernel(1100, 70, device=0)
@@ -133,8 +131,7 @@ def two_devices(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def oddly_named(tmp_path: Path) -> Path:
     """Return a capture whose names hold a formula, an escape sequence, line breaks and Chinese."""
-    builder = NsysBuilder()
-    builder.range("forward\x1b[2J\nx", 0, 100)
+    builder = NsysBuilder(("forward\x1b[2J\nx", 0, 100))
     for name in ("$x$ \\frac{", "k\x1b[31m<float>\nrm -rf", "注意力", "_private"):
         builder.kernel(10, 5, name=name)
     return builder.write(tmp_path / "odd.sqlite")

@@ -51,9 +51,12 @@ def thread_of(pid: int, tid: int) -> int:
 
 
 class NsysBuilder:
-    """Collects rows and writes them as an export; a table without rows is absent, as in the real ones."""
+    """Collects rows and writes them as an export; a table without rows is absent, as in the real ones.
 
-    def __init__(self) -> None:
+    It begins with these ranges: name, start and end of each.
+    """
+
+    def __init__(self, *ranges: tuple[str, int, int | None]) -> None:
         self.rows: dict[str, list[dict[str, Any]]] = {name: [] for name in _TABLES}
         self.strings: dict[str, int] = {}
         self.correlation = 0
@@ -62,12 +65,18 @@ class NsysBuilder:
             {"name": "EXPORT_PRODUCT_VERSION", "value": "2023.4.4.54"},
             {"name": "EXPORT_SCHEMA_VERSION", "value": "3.7.2"},
         ]
+        self.ranges(*ranges)
 
     def string(self, value: str) -> int:
         return self.strings.setdefault(value, len(self.strings) + 1)
 
     def name_thread(self, name: str, tid: int, pid: int = 100) -> None:
         self.rows["ThreadNames"].append({"nameId": self.string(name), "priority": 1, "globalTid": thread_of(pid, tid)})
+
+    def ranges(self, *rows: tuple[str, int, int | None], **where: Any) -> None:
+        """Add ranges, all of them on one thread: name, start and end of each."""
+        for name, start, end in rows:
+            self.range(name, start, end, **where)
 
     def range(
         self,

@@ -70,8 +70,7 @@ def test_the_steps_of_several_processes_are_added_up(tmp_path: Path) -> None:
 
 
 def test_without_steps_the_capture_is_one_sample(tmp_path: Path) -> None:
-    builder = NsysBuilder()
-    builder.range("warmup", 0, 100)
+    builder = NsysBuilder(("warmup", 0, 100))
     builder.kernel(10, 1000)
     builder.range("forward", 200, 300)
     builder.kernel(210, 5)

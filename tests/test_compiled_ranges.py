@@ -240,17 +240,14 @@ def test_a_launch_within_a_launch_belongs_to_the_outer_one(tmp_path: Path) -> No
 
 
 def test_a_trace_without_compiled_launches_is_left_as_it_is(tmp_path: Path) -> None:
-    builder = NsysBuilder()
-    builder.range("compiled model", 0, 100)
-    builder.range("compiled f000000000:x model", 10, 90)
+    builder = NsysBuilder(("compiled model", 0, 100), ("compiled f000000000:x model", 10, 90))
     builder.kernel(20, 5)
     trace = read_nsys(builder.write(tmp_path / "trace.sqlite"))
     assert nest_compiled_launches(trace) is trace
 
 
 def test_a_path_of_thousands_of_modules_is_refused(tmp_path: Path) -> None:
-    builder = NsysBuilder()
-    builder.range(place(1, *(f"m{number}" for number in range(3000))), 0, 100)
+    builder = NsysBuilder((place(1, *(f"m{number}" for number in range(3000))), 0, 100))
     with pytest.raises(TraceError, match=r"3,000 nested modules"):
         nest_compiled_launches(read_nsys(builder.write(tmp_path / "trace.sqlite")))
 

@@ -295,8 +295,7 @@ def test_own_time_and_communication_sum_up_to_the_step_of_every_rank(tmp_path: P
 
 
 def test_a_copy_counts_where_it_was_launched_though_the_host_is_elsewhere_by_then(tmp_path: Path) -> None:
-    builder = NsysBuilder()
-    builder.range("forward", 0, 1_000)
+    builder = NsysBuilder(("forward", 0, 1_000))
     builder.copy(500, 5_000, start=800)
     builder.copy(1_200, 300, start=7_000)
     builder.range("backward", 1_500, 9_000)

@@ -78,10 +78,7 @@ def test_needed_flops_that_an_older_file_lacks_are_unknown_and_the_rest_is_known
 
 
 def test_a_scripts_ranges_around_its_steps_do_not_hide_their_work(tmp_path: Path) -> None:
-    builder = NsysBuilder()
-    builder.range("epoch 0", 0, 1_000)
-    builder.range("step 0", 10, 900)
-    builder.range("forward", 20, 800)
+    builder = NsysBuilder(("epoch 0", 0, 1_000), ("step 0", 10, 900), ("forward", 20, 800))
     builder.kernel(30, 100)
     rows = rows_by_path(read_trace(make_timed_run(tmp_path, builder)).efficiency())
     assert {path: row.flops for path, row in rows.items()} == {
@@ -190,8 +187,7 @@ def test_steps_of_several_contexts_keep_their_own_flops_and_times(tmp_path: Path
     builder = NsysBuilder()
     for number, (context, flops) in enumerate(((128, 3_000), (256, 9_000))):
         at = 10_000 * number
-        builder.range(f"context {context}", at, at + 1_000)
-        builder.range("step 0", at + 1, at + 901)
+        builder.ranges((f"context {context}", at, at + 1_000), ("step 0", at + 1, at + 901))
         builder.range("forward", at + 1, at + 901, int64Value=flops)
         builder.kernel(at + 10, 500)
     make_timed_run(tmp_path, builder, work=False)
@@ -216,8 +212,7 @@ def test_one_call_launches_all_kernels_of_a_graph(captures: Path) -> None:
 
 
 def test_a_graph_traced_whole_is_one_launch_that_computes(tmp_path: Path) -> None:
-    builder = NsysBuilder()
-    builder.range("step 0", 0, 1_000)
+    builder = NsysBuilder(("step 0", 0, 1_000))
     builder.graph(100, 200, 800)
     (row,) = read_trace(builder.write(tmp_path / "t.sqlite")).efficiency().ranges
     assert (row.launch_count, row.busy_ns, row.kernel_count) == (1, 600, 1)
@@ -249,8 +244,7 @@ def test_a_step_within_a_step_is_part_of_the_outer_one(tmp_path: Path) -> None:
     builder = NsysBuilder()
     for step in (0, 1):
         at = 10_000 * step
-        builder.range(f"step {step}", at, at + 1_000)
-        builder.range("step", at + 10, at + 900)
+        builder.ranges((f"step {step}", at, at + 1_000), ("step", at + 10, at + 900))
         builder.range("forward", at + 20, at + 300, int64Value=3_000)
         builder.kernel(at + 30, 50)
     opened = read_trace(builder.write(tmp_path / "t.sqlite"))
@@ -310,10 +304,7 @@ def test_without_gpu_work_there_is_no_efficiency() -> None:
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 900), st.integers(1, 200), st.integers(0, 1)), min_size=1, max_size=8))
 def test_the_parts_of_every_row_sum(tmp_path_factory: pytest.TempPathFactory, some: list[tuple[int, int, int]]) -> None:
-    builder = NsysBuilder()
-    builder.range("step 0", 0, 500)
-    builder.range("forward", 100, 300)
-    builder.range("step 1", 500, 950)
+    builder = NsysBuilder(("step 0", 0, 500), ("forward", 100, 300), ("step 1", 500, 950))
     for launch, duration, device in some:
         builder.kernel(launch, duration, device=device)
     result = read_trace(builder.write(tmp_path_factory.mktemp("t") / "t.sqlite")).efficiency()
@@ -367,8 +358,7 @@ def _measure(folder: Path, range: str | None = None, *, numbered: bool = False) 
     builder = NsysBuilder()
     for step in (0, 1):
         at = 100_000_000 * step
-        builder.range(f"step {step}", at, at + 10_000_000)
-        builder.range("forward", at, at + 6_000_000)
+        builder.ranges((f"step {step}", at, at + 10_000_000), ("forward", at, at + 6_000_000))
         builder.range("layer 0", at, at + 3_000_000)
         builder.call(at, name="cudaMalloc_v3020", duration=1_150_000 + 50_000 * step)
         builder.kernel(at + 1_210_000 + 50_000 * step, 1_700_000, start=at + 1_300_000)

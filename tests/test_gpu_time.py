@@ -257,9 +257,7 @@ def test_a_call_that_goes_on_after_its_copy_waits_for_the_gpu(tmp_path: Path) ->
 
 
 def test_a_window_excludes_earlier_work_and_includes_idle_time_before_its_first_kernel(tmp_path: Path) -> None:
-    builder = NsysBuilder()
-    builder.range("a", 0, 100)
-    builder.range("b", 100, 200)
+    builder = NsysBuilder(("a", 0, 100), ("b", 100, 200))
     builder.kernel(10, 400, start=20)  # a's, until 420
     builder.kernel(110, 50, start=450)  # b's: opened at 100, the GPU free from 420
     builder.range("c", 600, 700)
@@ -271,8 +269,7 @@ def test_a_window_excludes_earlier_work_and_includes_idle_time_before_its_first_
 
 
 def test_a_gpu_that_is_done_early_is_idle_until_the_others_are_or_until_it_has_other_work(tmp_path: Path) -> None:
-    builder = NsysBuilder()
-    builder.range("step 0", 0, 100)
+    builder = NsysBuilder(("step 0", 0, 100))
     builder.kernel(10, 100, start=20, device=0)
     builder.kernel(30, 400, start=120, device=1)  # until 520
     builder.range("step 1", 200, 300)
@@ -298,8 +295,7 @@ def test_waiting_is_the_time_before_the_last_rank_arrived(tmp_path: Path) -> Non
     assert (first.communication_ns, first.waiting_ns, first.untold_ns) == (120, 60, 20)
     assert (second.process, second.communication_ns, second.waiting_ns, second.untold_ns) == (200, 60, 0, 20)
     assert first.gpu.exposed_communication_ns == 120
-    alone = NsysBuilder()
-    alone.range("step 0", 0, 500)
+    alone = NsysBuilder(("step 0", 0, 500))
     alone.kernel(5, 100, name=reduce)
     (step,) = _steps(alone.write(tmp_path / "one.sqlite"))
     assert (step.waiting_ns, step.untold_ns) == (None, 100), "in a trace of one rank it is unknown"

@@ -91,8 +91,7 @@ def compiled_run(folder: Path, torch: str, backend: str) -> Path:
     manifest = {"status": "complete", "versions": {"torch": torch}, "conditions": {"compiled": compiled}}
     folder.mkdir()
     (folder / "manifest.json").write_text(json.dumps(manifest))
-    builder = NsysBuilder()
-    builder.range("forward", 0, 100)
+    builder = NsysBuilder(("forward", 0, 100))
     builder.kernel(10, 5)
     builder.write(folder / "trace.sqlite")
     return folder

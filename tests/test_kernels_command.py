@@ -56,8 +56,7 @@ def test_each_way_of_asking_prints_what_it_did(trace: Path, two_devices: Path) -
 
 
 def test_work_outside_the_steps_leaves_no_average_per_step(profkit: Run, tmp_path: Path) -> None:
-    builder = NsysBuilder()
-    builder.range("step 0", 0, 900)
+    builder = NsysBuilder(("step 0", 0, 900))
     builder.kernel(200, 50)
     builder.kernel(1000, 30)
     path = builder.write(tmp_path / "t.sqlite")
@@ -83,8 +82,7 @@ def test_lines_can_be_the_operators_that_launched(profkit: Run) -> None:
 
 def test_instances_start_from_the_beginning_of_the_capture(tmp_path: Path, profkit: Run) -> None:
     builder, epoch = NsysBuilder(), 1_700_000_000_000_000_000
-    builder.range("step", epoch, epoch + 900)
-    builder.range("forward", epoch + 500, epoch + 800)
+    builder.ranges(("step", epoch, epoch + 900), ("forward", epoch + 500, epoch + 800))
     builder.kernel(epoch + 600, 50)
     path = builder.write(tmp_path / "t.sqlite")
     arguments = ("kernels", path, "--range", "forward", "--per-instance")

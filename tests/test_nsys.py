@@ -71,8 +71,7 @@ def test_launch_and_kernel_match_by_correlation_and_process(name: str, tmp_path:
 
 
 def test_a_global_id_with_its_highest_bit_set_is_a_thread_as_any_other(tmp_path: Path) -> None:
-    builder = NsysBuilder()
-    builder.range("forward", 0, 50)
+    builder = NsysBuilder(("forward", 0, 50))
     builder.kernel(10, 5)
     for rows in builder.rows.values():
         for row in rows:
@@ -170,8 +169,7 @@ def test_names_come_from_text_and_from_registered_strings(tmp_path: Path) -> Non
 
 
 def test_an_open_range_ends_with_the_capture(tmp_path: Path) -> None:
-    builder = NsysBuilder()
-    builder.range("step 0", 5, None)
+    builder = NsysBuilder(("step 0", 5, None))
     builder.kernel(10, 100)
     trace = read_nsys(builder.write(tmp_path / "t.sqlite"))
     assert trace.ranges.end_ns.tolist() == [120]

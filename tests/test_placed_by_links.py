@@ -145,9 +145,7 @@ def test_ranges_around_compiled_launches_at_the_capture_become_modules_too(tmp_p
         launch_range(LaunchPlace("3f9a1c22e0", line, ("model", *path))) for line, path in ((7, ["h.0"]), (9, ["h.1"]))
     )
     graph = CapturedGraph.of([NodeRun(2, "kernel", (one,)), NodeRun(1, "kernel", (two,)), NodeRun(1, "kernel", ())])
-    builder = NsysBuilder()
-    builder.range("forward", 0, 9000)
-    builder.range("model", 10, 8000)
+    builder = NsysBuilder(("forward", 0, 9000), ("model", 10, 8000))
     replay(builder, 1000, {0: 1, 1: 2, 2: 4, 3: 8}, graph_range(graph.id))
     builder.rows["CUPTI_ACTIVITY_KIND_MEMSET"] = builder.rows["CUPTI_ACTIVITY_KIND_MEMCPY"] = []
     trace = nest_compiled_launches(placed(builder, tmp_path, graph))
@@ -160,8 +158,7 @@ def test_ranges_around_compiled_launches_at_the_capture_become_modules_too(tmp_p
 
 
 def test_graphs_that_were_traced_whole_are_said_with_the_command_that_records_their_kernels(tmp_path: Path) -> None:
-    builder = NsysBuilder()
-    builder.range(graph_range(GRAPH.id), 0, 9000)
+    builder = NsysBuilder((graph_range(GRAPH.id), 0, 9000))
     call = builder.call(100, name="cudaGraphLaunch_v10000")
     place = {"deviceId": 0, "streamId": 7, "correlationId": call, "globalPid": process_of(100)}
     builder.add("CUPTI_ACTIVITY_KIND_GRAPH_TRACE", start=200, end=300, graphId=3, graphExecId=4, **place)

@@ -288,8 +288,7 @@ def test_one_process_reads_the_times_of_its_steps_when_a_part_ends_and_waits_for
 
 
 def test_a_trace_begins_where_the_first_counted_step_does(tmp_path: Path) -> None:
-    builder = NsysBuilder()
-    builder.range("epoch", 0, 500)
+    builder = NsysBuilder(("epoch", 0, 500))
     for number in range(4):
         at = 100 * number
         builder.range(f"step {number}", at, at + 100, int64Value=number)

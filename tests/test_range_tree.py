@@ -42,8 +42,7 @@ def _figures(opened: OpenedTrace, *, numbered: bool = True) -> dict[str, tuple[i
 
 
 def test_a_range_that_has_ended_holds_nothing_launched_later(tmp_path: Path) -> None:
-    builder = NsysBuilder()
-    builder.range("forward", 0, 100)
+    builder = NsysBuilder(("forward", 0, 100))
     builder.range("async", 50, 400, end_tid=100)
     builder.range("backward", 150, 300)
     builder.kernel(10, 5)
@@ -235,8 +234,7 @@ def test_what_lies_within_a_marked_range_is_found_at_any_depth(drawn: list[tuple
 
 def test_each_way_of_asking_prints_what_it_did(trace: Path, two_devices: Path, tmp_path: Path) -> None:
     """A table has one line a kind, JSON and CSV one a range; without kernels there are Python times and a warning."""
-    builder = NsysBuilder()
-    builder.range("forward", 0, 10_000)
+    builder = NsysBuilder(("forward", 0, 10_000))
     alone = builder.write(tmp_path / "alone.sqlite")
     operators = Path(__file__).parent.parent / "traces" / "tiny-train-cpu.kineto.json.gz"
     shown: list[tuple[str | Path, ...]] = [(trace,), (trace, "--totals"), (trace, "--numbered"), (two_devices,)]
@@ -388,8 +386,7 @@ def test_ranges_that_a_pass_nests_otherwise_do_not_move_a_module() -> None:
 def test_rows_of_a_tree_are_told_apart_on_a_screen(tmp_path: Path) -> None:
     """What modules of one block share, all of them begin with; the row above them says it."""
     parts = ("mlp", "block1", "res_conv", "norm", "to_qkv", "to_out", "attend")
-    builder = NsysBuilder()
-    builder.range("step 0", 0, 100_000)
+    builder = NsysBuilder(("step 0", 0, 100_000))
     for at, side in enumerate(("downs", "ups")):
         block, start = f"model.{side}.residual_blocks_of_the_encoder", 1_000 + 40_000 * at
         builder.range(block, start, start + 30_000)

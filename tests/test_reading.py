@@ -65,8 +65,7 @@ def test_an_export_older_than_its_report_is_not_used(tmp_path: Path, monkeypatch
 
 
 def test_a_python_error_names_no_option_of_the_command_line(tmp_path: Path) -> None:
-    builder = NsysBuilder()
-    builder.range("forward", 0, 1000)
+    builder = NsysBuilder(("forward", 0, 1000))
     builder.kernel(200, 50)
     opened = open_trace(builder.write(tmp_path / "t.sqlite"))
     wrong = [

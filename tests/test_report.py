@@ -318,8 +318,7 @@ def test_the_keyboard_walks_the_slices_and_shows_where_a_kernel_was_launched(pag
 
 
 def test_many_short_slices_are_merged_and_none_is_lost(tmp_path: Path) -> None:
-    builder = NsysBuilder()
-    builder.range("step 0", 0, 50_000_000)
+    builder = NsysBuilder(("step 0", 0, 50_000_000))
     for number in range(9_000):
         builder.kernel(1_000 * number + 1, 300, start=1_000 * number + 100)
     opened = open_trace(builder.write(tmp_path / "many.sqlite"))

@@ -70,9 +70,7 @@ def _without_a_step(run: Path) -> None:
 
 def _model_of_no_layer(place: Path, *kernels: str) -> Path:
     """Write a step of a model that is its head alone, whose forward pass launches ``kernels``."""
-    builder = NsysBuilder()
-    builder.range("step 0", 0, 90_000)
-    builder.range("forward", 10, 80_000)
+    builder = NsysBuilder(("step 0", 0, 90_000), ("forward", 10, 80_000))
     for number, name in enumerate(["void vectorized_elementwise_kernel<4>", *kernels]):
         builder.kernel(100 + 10 * number, 5, name=name)
     return builder.write(place)

@@ -248,8 +248,7 @@ def shared_snapshot(folder: Path, change: Callable[[Any], None], **options: bool
 
 @pytest.fixture
 def export(tmp_path: Path) -> Path:
-    made = NsysBuilder()
-    made.range("forward", 0, 100)
+    made = NsysBuilder(("forward", 0, 100))
     made.range("layer 3", 10, 20, registered=True)
     made.range("layer 4", 30, 40)
     made.kernel(5, 50, name="gemm<float>(a / b)")

@@ -20,13 +20,11 @@ def three_steps(builder: NsysBuilder) -> None:
         builder.range("forward", base + 10, base + 400)
         for layer in range(2):
             start = base + 20 + 100 * layer
-            builder.range(f"layer {layer}", start, start + 90)
-            builder.range("attention", start + 10, start + 50)
+            builder.ranges((f"layer {layer}", start, start + 90), ("attention", start + 10, start + 50))
             builder.kernel(start + 20, 10 ** (layer + 1))
         builder.range("loss a/b", base + 420, base + 460)
         builder.kernel(base + 430, 3)
-        builder.range("backward", base + 500, base + 900)
-        builder.range("attention", base + 510, base + 550)
+        builder.ranges(("backward", base + 500, base + 900), ("attention", base + 510, base + 550))
         builder.kernel(base + 520, 1000)
 
 
@@ -63,8 +61,7 @@ def idle(builder: NsysBuilder) -> None:
 
 def spelled_otherwise(builder: NsysBuilder) -> None:
     for start, name in ((0, "WarmUp"), (200, "step 0")):
-        builder.range(name, start, start + 100)
-        builder.range("forward", start + 10, start + 90)
+        builder.ranges((name, start, start + 100), ("forward", start + 10, start + 90))
         builder.kernel(start + 20, 5)
 
 
@@ -82,8 +79,7 @@ def on_a_helper_thread(builder: NsysBuilder) -> None:
 def nested(builder: NsysBuilder) -> None:
     """Ranges of one name within each other count a kernel once."""
     for base in (0, 1000):
-        builder.range("block", base, base + 500)
-        builder.range("block", base + 100, base + 200)
+        builder.ranges(("block", base, base + 500), ("block", base + 100, base + 200))
         builder.kernel(base + 10, 5)
         builder.kernel(base + 150, 5)
 

@@ -372,8 +372,7 @@ def test_a_prediction_has_as_many_digits_as_its_ends_are_apart(after: Interval, 
 
 def test_without_a_gpu_the_parts_are_phases_with_their_lines(tmp_path: Path) -> None:
     steps = [{"step_ns": 1_000, "forward_ns": 300, "backward_ns": 500}] * 3
-    builder = NsysBuilder()
-    builder.range("step 0", 0, 1_500)
+    builder = NsysBuilder(("step 0", 0, 1_500))
     account = open_capture(write_run(tmp_path, builder, clean={"steps": steps})).trace.account  # type: ignore[union-attr]
     line = LineTime("/me/train.py", 30, "main", "torch.randn", None, "main", 90, 150, 0, 0.0)
     tree = divide_step(account, None, (line,), 1_000)

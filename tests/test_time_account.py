@@ -193,8 +193,7 @@ def test_things_are_counted_per_step_of_the_program_not_of_a_gpu(tmp_path: Path)
     builder = NsysBuilder()
     for step in range(2):
         at = step * 100 * MS
-        builder.range(f"step {step}", at, at + 90 * MS)
-        builder.range("forward", at, at + 40 * MS)
+        builder.ranges((f"step {step}", at, at + 90 * MS), ("forward", at, at + 40 * MS))
         for device in (0, 1):
             builder.kernel(at + MS + device, 30 * MS, start=at + 2 * MS, device=device, name=NVJET)
             builder.call(at + 45 * MS + device * MS, duration=1_000, name="cudaStreamSynchronize_v3020")
@@ -234,8 +233,7 @@ def test_phases_of_timed_steps_that_no_recorded_step_has_are_named(tmp_path: Pat
     """An evaluation in every eighth step: one of eight timed steps had it, and neither of the two recorded ones."""
     common = {"forward_event_ns": 4 * MS, "step_ns": 10 * MS}
     attached = [common] * 7 + [{**common, "inference_event_ns": 30 * MS, "step_ns": 40 * MS}]
-    builder = NsysBuilder()
-    builder.range("step 0", 0, 10 * MS)
+    builder = NsysBuilder(("step 0", 0, 10 * MS))
     builder.kernel(10, 4 * MS)
     run = write_run(tmp_path, builder, attached={"steps": attached}, profiled={"steps": [common] * 2})
     (warning,) = [one for one in read_trace(run).efficiency().warnings if one.code == "phases-not-recorded"]
@@ -247,9 +245,7 @@ def test_phases_of_timed_steps_that_no_recorded_step_has_are_named(tmp_path: Pat
 
 
 def test_recorded_steps_that_waited_longer_for_data_are_said_not_used(tmp_path: Path) -> None:
-    builder = NsysBuilder()
-    builder.range("step 0", 0, 50 * MS)
-    builder.range("data", 0, 45 * MS)
+    builder = NsysBuilder(("step 0", 0, 50 * MS), ("data", 0, 45 * MS))
     builder.kernel(46 * MS, 2 * MS)
     timed = {
         part: {"steps": [{"data_ns": wait * MS, "step_ns": (wait + 3) * MS}] * 3}
@@ -265,8 +261,7 @@ def _time_loader(
     place: Path, *, waits: list[int], workers: int, busy: int = 3, recorded_busy: int = 3, timed: int = 6
 ) -> tuple[float | None, list[Finding]]:
     """Return an unprofiled step of a loader whose queue was full before the recording, and what is said of it."""
-    builder = NsysBuilder()
-    builder.range("step 0", 0, 50 * MS)
+    builder = NsysBuilder(("step 0", 0, 50 * MS))
     builder.kernel(46 * MS, 2 * MS)
     steps = {
         part: {"steps": [{"data_ns": wait * MS, "step_ns": max(wait + python, shown) * MS} for wait in times]}
@@ -305,8 +300,7 @@ def test_each_context_has_its_own_unprofiled_step(tmp_path: Path) -> None:
     builder, steps = NsysBuilder(), []
     for number, (context, unprofiled) in enumerate(((128, 5 * MS), (256, 20 * MS), (256, 20 * MS))):
         at = number * 20 * MS
-        builder.range(f"context {context}", at, at + 10 * MS)
-        builder.range("step 0", at + 1, at + 10 * MS)
+        builder.ranges((f"context {context}", at, at + 10 * MS), ("step 0", at + 1, at + 10 * MS))
         builder.kernel(at + 10, 4 * MS)
         steps.append({"context": context, "step_ns": unprofiled})
     account = read_trace(write_run(tmp_path, builder, clean={"steps": steps})).account
@@ -368,8 +362,7 @@ def _micro_batches(folder: Path, *, devices: int = 1, **clean_ns: int) -> dict[s
     """
     builder = NsysBuilder()
     for at in (0, 10_000):
-        builder.range("step", at, at + 1_000)
-        builder.range("train", at, at + 900)
+        builder.ranges(("step", at, at + 1_000), ("train", at, at + 900))
         for begin, name in ((0, "data"), (100, "backward"), (500, "backward"), (900, "log")):
             length = 400 if name == "backward" else 100
             builder.range(name, at + begin, at + begin + length)
@@ -455,8 +448,7 @@ def _step(builder: NsysBuilder, number: int, at: int, wait: int, *, pid: int = 1
     """Add a step: wait for data, a copy of 300 µs in which nothing else runs, 2 ms of kernels. Return its end."""
     options = {"tid": pid, "pid": pid}
     end = at + wait + 2_400_000
-    builder.range(f"step {number}", at, end, **options)
-    builder.range("data", at, at + wait, **options)
+    builder.ranges((f"step {number}", at, end), ("data", at, at + wait), **options)
     copied = at + wait + 10_000
     builder.copy(copied, 300_000, start=copied + 10_000, device=device, **options)
     builder.range("forward", copied + 1_000, end - 1_000, **options)
@@ -496,8 +488,7 @@ def test_a_short_wait_between_two_launches_is_no_launching(tmp_path: Path) -> No
     builder = NsysBuilder()
     for number in range(2):
         at = number * MS
-        builder.range(f"step {number}", at, at + MS)
-        builder.range("data", at + 10_000, at + 410_000)
+        builder.ranges((f"step {number}", at, at + MS), ("data", at + 10_000, at + 410_000))
         builder.kernel(at + 1_000, 300_000, start=at + 700_000)
         builder.kernel(at + 420_000, 1_000, start=at + 430_000)
     step = rows_by_path(_efficiency(builder, tmp_path))["step *"]
@@ -590,8 +581,7 @@ def test_each_rank_waits_for_its_own_data(tmp_path: Path) -> None:
     builder = NsysBuilder()  # at the same time one waits for 5 ms of a step, the other for 1
     for rank, wait in ((0, 5), (1, 1)):
         thread = 100 * (rank + 1)
-        builder.range("step 0", 0, 20 * MS, tid=thread, pid=thread)
-        builder.range("data", MS, (1 + wait) * MS, tid=thread, pid=thread)
+        builder.ranges(("step 0", 0, 20 * MS), ("data", MS, (1 + wait) * MS), tid=thread, pid=thread)
         builder.kernel(10 * MS, MS, tid=thread, pid=thread, device=rank)
     assert {one.device: one.data_wait_ns for one in _efficiency(builder, tmp_path).steps} == {0: 5 * MS, 1: MS}
 
@@ -610,10 +600,7 @@ def test_each_rank_waits_for_its_own_data(tmp_path: Path) -> None:
 def test_input_copies_are_those_between_phases_with_a_wait(
     tmp_path: Path, at: int, kind: int, thread: int, expected: int
 ) -> None:
-    builder = NsysBuilder()
-    builder.range("step 0", 0, 1_000)
-    builder.range("data", 100, 120)
-    builder.range("forward", 200, 400)
+    builder = NsysBuilder(("step 0", 0, 1_000), ("data", 100, 120), ("forward", 200, 400))
     builder.range("optimizer", 600, 700)
     builder.kernel(300, 10, start=990)
     builder.copy(at, 50, kind=kind, tid=thread, start=800)
@@ -621,9 +608,7 @@ def test_input_copies_are_those_between_phases_with_a_wait(
 
 
 def test_a_wait_that_is_less_than_half_of_the_hosts_time_is_pythons(tmp_path: Path) -> None:
-    builder = NsysBuilder()
-    builder.range("step 0", 0, 10 * MS)
-    builder.range("data", 0, 4 * MS)
+    builder = NsysBuilder(("step 0", 0, 10 * MS), ("data", 0, 4 * MS))
     builder.kernel(9 * MS, MS, start=9 * MS + 10)
     step = rows_by_path(_efficiency(builder, tmp_path))["step 0"]
     assert (step.verdict, limit_words(step)) == ("host-bound", "Python")
@@ -634,8 +619,7 @@ def _with_launches(folder: Path, manifest: dict[str, Any]) -> EfficiencyRow:
     builder = NsysBuilder()
     for number in range(2):
         at = number * 10 * MS
-        builder.range(f"step {number}", at, at + 10 * MS)
-        builder.range("data", at, at + MS)
+        builder.ranges((f"step {number}", at, at + 10 * MS), ("data", at, at + MS))
         for launch_at in range(MS, 7 * MS, 100_000):
             builder.call(at + launch_at, name="cudaEventRecord_v3020")
         builder.kernel(at + 7 * MS - 1_000, 3 * MS, start=at + 7 * MS)

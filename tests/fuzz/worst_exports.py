@@ -85,8 +85,7 @@ def processes(builder: NsysBuilder, count: int) -> None:
 def steps(builder: NsysBuilder, count: int) -> None:
     for n in range(count // 5):
         at = 1000 * n
-        builder.range(f"step {n}", at, at + 900, registered=True)
-        builder.range("forward", at + 10, at + 300, registered=True)
+        builder.ranges((f"step {n}", at, at + 900), ("forward", at + 10, at + 300), registered=True)
         builder.range("backward", at + 310, at + 600, registered=True)
         if n % 3:
             builder.range("optimizer", at + 610, at + 700, registered=True)
@@ -97,8 +96,7 @@ def steps(builder: NsysBuilder, count: int) -> None:
 def contexts(builder: NsysBuilder, count: int) -> None:
     for n in range(count // 5):
         at = 1000 * n
-        builder.range(f"part{n}", at, at + 990, registered=True)
-        builder.range("step 0", at + 1, at + 900, registered=True)
+        builder.ranges((f"part{n}", at, at + 990), ("step 0", at + 1, at + 900), registered=True)
         builder.range("forward", at + 10, at + 300, registered=True)
         builder.kernel(at + 20, 10)
 
