@@ -188,6 +188,24 @@ def test_a_gpu_that_is_busy_beyond_the_unprofiled_step_makes_no_other_less_idle(
     assert "communication not hidden 20.0%" in _screen(run)
 
 
+def test_a_step_that_begins_while_the_one_before_runs_counts_no_time_twice(tmp_path: Path) -> None:
+    """The second step's batch is copied on a stream of its own while the first one's kernel runs, until 1,000."""
+    builder = NsysBuilder()
+    for number, begin in enumerate((0, 300)):
+        builder.range(f"step {number}", begin, begin + 200)
+        builder.copy(begin + 10, 20, start=begin + 20)
+        builder.kernel(begin + 50, 900, start=100 + 950 * number)
+    run = write_run(tmp_path, builder, attached=_steps(1_000, 1_000, 1_000))
+    opened = open_capture(run).trace
+    assert opened is not None
+    account = opened.account
+    assert account.windows.start_ns.tolist() == [0, 1_000]
+    assert account.windows.end_ns.tolist() == [1_000, 1_950]
+    parts, _ = account.sum_parts()
+    assert (parts.span_ns, parts.computing_ns) == (1_950, 1_800)
+    assert account.idle_time().idle_ns == 2_000 - parts.busy_ns
+
+
 def test_things_are_counted_per_step_of_the_program_not_of_a_gpu(tmp_path: Path) -> None:
     """One process on two GPUs: six launches of the optimizer and two waits in each of its two steps."""
     builder = NsysBuilder()

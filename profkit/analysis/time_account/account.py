@@ -14,7 +14,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from profkit.analysis.intervals import Stretches
+from profkit.analysis.intervals import Stretches, disjoint_pieces
 from profkit.analysis.placing.attribution import Attribution, mark_members
 from profkit.analysis.ranks.members import Ranks
 from profkit.analysis.time_account.gpu_time import (
@@ -254,6 +254,7 @@ def open_account(attribution: Attribution, ranks: Ranks, timed: StepTimes | None
     steps = measured_ranges(attribution).get(STEP, empty_ints())
     windows = find_windows(attribution, steps if times else empty_ints(), times)
     windows = windows.take(np.lexsort((windows.device, trace.ranges.start_ns[steps[windows.member]])))
+    windows = _cut_overlaps(windows, trace.ranges.process[steps[windows.member]])
     waits = find_data_waits(trace, times)
     own = steps[windows.member]
     lengths = [_NONE] + [_NONE if (length := context_of((name,))) is None else length for name in trace.names]
@@ -269,6 +270,20 @@ def open_account(attribution: Attribution, ranks: Ranks, timed: StepTimes | None
         context=np.array(lengths, dtype=np.int64)[find_contexts(attribution)[own]],
         rank=np.array([*ranks.numbers, _NONE], dtype=np.int64)[ranks.index_of(trace.ranges.process[own])],
     )
+
+
+def _cut_overlaps(windows: Windows, process: Ints) -> Windows:
+    """Return windows of which each begins no sooner than the one before it on its process and GPU has ended.
+
+    A step that copies its batch on a stream of its own may begin before the kernels of the one before have ended, and
+    no time of a GPU counts twice.
+    """
+    _, group = np.unique(np.stack([process, windows.device]), axis=1, return_inverse=True)
+    group = group.reshape(-1)
+    order = np.lexsort((windows.start_ns, group))
+    start_ns, end_ns = np.empty_like(windows.start_ns), np.empty_like(windows.end_ns)
+    _, start_ns[order], end_ns[order] = disjoint_pieces(group, windows.start_ns, windows.end_ns)
+    return Windows(windows.member, windows.device, start_ns, end_ns)
 
 
 def _measure(windows: Windows, size: int, parts_within: Mapping[int, Callable[[Ints, Ints], Ints]]) -> Ints:
