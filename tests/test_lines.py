@@ -727,6 +727,10 @@ def test_the_line_of_rare_steps_is_the_one_that_runs_in_no_other(run_with_lines:
     assert rare is not None
     assert (rare.line, rare.call) == (saving, None)  # this line runs in every step, too
     assert find(halves[0]) is None  # a pause of the machine's may have been the rest
+    # No other thread runs while it collects, so that few samples see it.
+    collects = replace(line(30, None, 20_000_000, 20_000_000), samples=1)
+    assert find(collects) == collects
+    assert find(replace(collects, time_ns=400_000, error_ns=400_000)) is None
 
 
 def test_what_rare_steps_do_in_several_phases_is_one_call(run_with_lines: Path) -> None:

@@ -42,7 +42,7 @@ from profkit.models import (  # noqa: E402
 )
 from profkit.models.transformer import TransformerLM  # noqa: E402
 from profkit.run.recording import Order  # noqa: E402
-from profkit.run.work import DenseTable, IndependentCalls, UnreadGradients, read_work  # noqa: E402
+from profkit.run.work import DenseTable, IndependentCalls, Padding, UnreadGradients, read_work  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
@@ -442,6 +442,7 @@ def test_a_ctc_loss_is_that_of_numbers_as_without_counting(*, by_name: bool) -> 
     counter.stop()
     (plain,) = torch.autograd.grad(functional.ctc_loss(scores, targets, *lengths), scores)
     assert counter.failure is None
+    assert counter.content().padding == Padding(positions=3 * 20, in_longest=3 * 20, used=3 * 20)
     assert {"aten._ctc_loss.default", "aten._ctc_loss_backward.default"} <= set(seen)
     assert torch.equal(counted, plain)
 
@@ -457,6 +458,19 @@ def test_a_ctc_loss_with_lengths_on_the_host_is_counted_on_a_gpu() -> None:
     counter.stop()
     assert counter.failure is None
     assert torch.equal(loss, functional.ctc_loss(scores, targets, *lengths))
+
+
+@pytest.mark.parametrize("as_numbers", [False, True])
+def test_the_lengths_of_a_ctc_loss_say_what_is_padding(*, as_numbers: bool) -> None:
+    scores, targets = torch.randn(20, 2, 5).log_softmax(-1), torch.ones(2, 3, dtype=torch.long)
+    lengths = torch.tensor([16, 8]), torch.tensor([3, 2])
+    counter = WorkCounter()
+    counter.start()
+    functional.ctc_loss(scores, targets, *([one.tolist() for one in lengths] if as_numbers else lengths))
+    functional.ctc_loss(scores[:, 0], targets[0], torch.tensor(20), torch.tensor(3))  # of one sample
+    counter.stop()
+    assert counter.failure is None
+    assert counter.content().padding == Padding(positions=40, in_longest=32, used=24)
 
 
 def test_an_error_while_counting_is_noted_and_the_program_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,6 +43,8 @@ _OF_ERROR = 0.9
 _MOST_OF_LONGEST = 0.8
 NEAR = 8
 """Lines of a function that stand this close together do one thing."""
+_HELD_NS = 10_000_000
+"""The thread that samples each millisecond waits so long only where another one keeps Python's lock."""
 _STRAY = 1
 """One sample in another step may be of a pause."""
 
@@ -148,7 +150,8 @@ def find_rare_steps(found: RunLines, timed: Sequence[Mapping[str, int]] = ()) ->
     known = [line for line in (*found.lines, *found.callers) if line.file and line.thread != "worker"]
     alone = [line for line in known if _varies_as_rare(line, spread)]
     elsewhere = {line.place for line in known if line not in alone and line.samples > _STRAY}
-    alone = [line for line in alone if line.samples >= FEWEST_SAMPLES and line.phase != DATA]
+    is_seen = [line.samples >= FEWEST_SAMPLES or _holds_lock(line, len(times)) for line in alone]
+    alone = [line for line, fits in zip(alone, is_seen, strict=True) if fits and line.phase != DATA]
     places = _join_phases(alone)
     line = _choose_exclusive(places, elsewhere, _sum_by_phase(alone))
     innermost = [line for line in places if not line.is_caller]
@@ -179,6 +182,11 @@ def find_rare_steps_of(run: Run) -> RareSteps | None:
     """Return the rare steps of a run's first rank, of the timed ones, too; None of a run without lines."""
     found, timed = run.lines(), run.manifest.unprofiled
     return None if found is None else find_rare_steps(found, () if timed is None else timed.steps)
+
+
+def _holds_lock(line: LineTime, steps: int) -> bool:
+    """Return whether a line keeps Python's lock, as gc.collect does: few samples, since no other thread runs."""
+    return line.time_ns * steps >= _HELD_NS * line.samples > 0
 
 
 def _is_near(one: LineTime, other: LineTime) -> bool:

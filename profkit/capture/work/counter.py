@@ -60,6 +60,8 @@ from profkit.run.compiled_code import Launch
 from profkit.run.work import FUSED, DenseTable, OperatorLine, Padding, RunWork, UnreadGradients
 
 _CTC_LOSS = "torch.ctc_loss"
+_OF_BATCH = 3
+"""Scores of a batch have positions, samples and classes."""
 _COMPILED = "compiled code"
 _REPLAY = "replayed CUDA graphs"
 _DENSE_GRADIENTS = ("embedding_dense_backward", "_embedding_bag_dense_backward")
@@ -148,7 +150,7 @@ class WorkCounter(OperatorMode, RangeObserver):
         self._main = threading.get_ident()
         observe_ranges(self)
         replay_observers.append(self._replayed)
-        patch(_CTC_LOSS, _given_numbers)
+        patch(_CTC_LOSS, self._with_lengths)
         self.__enter__()
         self._is_entered = True
 
@@ -161,16 +163,40 @@ class WorkCounter(OperatorMode, RangeObserver):
     def model_called(self, kwargs: dict[str, Any]) -> None:
         """A module is called: see by its mask of (samples, positions) how much is padding, without a wait."""
         mask = kwargs.get("attention_mask")
-        if not isinstance(mask, torch.Tensor) or mask.dim() != 2 or mask.is_floating_point():
-            return
+        if (
+            isinstance(mask, torch.Tensor)
+            and mask.dim() == len(("samples", "positions"))
+            and not mask.is_floating_point()
+        ):
+            self._note_padding(lambda: _read_mask(mask))
+
+    def _note_padding(self, read: Callable[[], tuple[int, torch.Tensor]]) -> None:
         self._looks_at_padding = True
         try:
-            used = mask.detach() != 0
-            self._padding.append((mask.numel(), torch.stack([used.any(0).sum() * len(mask), used.sum()])))
+            self._padding.append(read())
         except Exception as error:  # the program goes on
-            self.failure = f"looking at a mask failed ({describe_error(error)})"
+            self.failure = f"looking at padding failed ({describe_error(error)})"
         finally:
             self._looks_at_padding = False
+
+    def _with_lengths(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+        """Return `torch.ctc_loss` with lengths that lie on the host as numbers, as torch itself makes of them.
+
+        While any mode is on it leaves them tensors, which its kernels refuse beside scores on the GPU (LossCTC.cpp).
+        How much of what the model computed is padding, they say, too.
+        """
+
+        def called(
+            log_probs: Any, targets: Any, input_lengths: Any, target_lengths: Any, *more: Any, **named: Any
+        ) -> Any:
+            lengths = input_lengths, target_lengths
+            if any(isinstance(one, torch.Tensor) and one.device.type == "cpu" for one in lengths):
+                lengths = tuple(map(_as_numbers, lengths))
+            if log_probs.dim() == _OF_BATCH:
+                self._note_padding(lambda: _read_lengths(log_probs.shape[0], lengths[0]))
+            return plain(log_probs, targets, *lengths, *more, **named)
+
+        return called
 
     def optimizer_stepped(
         self, optimizer: int, models: Sequence[nn.Module], range_of: RangeOf, stepped: Collection[int]
@@ -367,22 +393,20 @@ class WorkCounter(OperatorMode, RangeObserver):
         sums["bytes"] += gradient.numel() * gradient.element_size()
 
 
-def _given_numbers(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `torch.ctc_loss` with lengths that lie on the host as numbers, as torch itself makes of them.
-
-    While any mode is on it leaves them tensors, which its kernels refuse beside scores on the GPU (LossCTC.cpp).
-    """
-
-    def called(log_probs: Any, targets: Any, *lengths_and_more: Any, **more: Any) -> Any:
-        given = [_number(one) for one in lengths_and_more]
-        return plain(log_probs, targets, *given, **{name: _number(one) for name, one in more.items()})
-
-    return called
+def _read_mask(mask: torch.Tensor) -> tuple[int, torch.Tensor]:
+    """Return how many positions a mask has, those up to the longest sample's end, and those that are used."""
+    used = mask.detach() != 0
+    return mask.numel(), torch.stack([used.any(0).sum() * len(mask), used.sum()])
 
 
-def _number(value: Any) -> Any:
-    is_on_host = isinstance(value, torch.Tensor) and value.device.type == "cpu"
-    return value.tolist() if is_on_host else value
+def _read_lengths(positions: int, lengths: Any) -> tuple[int, torch.Tensor]:
+    """Return the same of a batch of samples of so many positions, whose lengths are known."""
+    own = torch.as_tensor(lengths).detach()
+    return positions * len(own), torch.stack([own.max() * len(own), own.sum()])
+
+
+def _as_numbers(value: Any) -> Any:
+    return value.reshape(-1).tolist() if isinstance(value, torch.Tensor) else value
 
 
 def _describe_lines(lines: dict[_OperatorPlace, Counter[str]]) -> Iterator[OperatorLine]:
