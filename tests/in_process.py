@@ -73,6 +73,11 @@ def check_profkit(*arguments: str, cwd: Path, **variables: str) -> subprocess.Co
     return ended(run_profkit(*arguments, cwd=cwd, **variables))
 
 
+def printed(*arguments: str | Path) -> Any:
+    """Return what a command that must end well prints as JSON."""
+    return json.loads(check_command(*arguments, "--format", "json").stdout)
+
+
 def manifest_of(run: Path) -> dict[str, Any]:
     """Return the manifest of a run directory as JSON has it."""
     manifest: dict[str, Any] = json.loads((run / "manifest.json").read_text())

@@ -12,7 +12,7 @@ from profkit.analysis.opened import OpenedTrace
 from profkit.names import BACKWARD
 from profkit.trace.nesting import ancestors
 from tests.forked_scripts import Forks
-from tests.in_process import run_profkit
+from tests.in_process import check_profkit
 from tests.operator_links import ENGINE
 from tests.programs_counted import Program
 
@@ -37,17 +37,14 @@ class Recording:
 def record(program: Program, forks: Forks, place: Path) -> Recording:
     """Run the program in the folder ``place`` plainly and under ``profkit run``; both must end well."""
     words = [sys.executable, *program.words]
-    plain = forks.run(words, place)
-    assert plain.returncode == 0, plain.stderr
-    done = forks.run_profkit("run", *OPTIONS, "--", *words, cwd=place)
-    assert done.returncode == 0, done.stderr
+    plain = forks.check(words, place)
+    done = forks.check_profkit("run", *OPTIONS, "--", *words, cwd=place)
     return Recording(plain.stdout, done.stdout, place / "run")
 
 
 def record_with_nsys(program: Program, place: Path) -> OpenedTrace:
     """Return what ``profkit run --nsys`` records of the program in the folder ``place``; it must end well."""
-    done = run_profkit("run", *OPTIONS, "--nsys", "--", sys.executable, *program.words, cwd=place)
-    assert done.returncode == 0, done.stderr
+    done = check_profkit("run", *OPTIONS, "--nsys", "--", sys.executable, *program.words, cwd=place)
     assert "Generating" not in done.stdout + done.stderr, "what nsys says is in its log"
     return read_trace(place / "run")
 

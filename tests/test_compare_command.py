@@ -20,7 +20,7 @@ from profkit.run.directory import NSYS_EXPORT, SNAPSHOT
 from profkit.run.lines import LineSteps, RunLines, write_lines
 from tests.conftest import ROOT
 from tests.golden import check_transcript
-from tests.in_process import run_command
+from tests.in_process import check_command, run_command
 from tests.memory_captures import Training
 from tests.step_builder import NVJET, SGEMM, Step, write_steps
 from tests.test_compare_samples import make_run
@@ -162,7 +162,7 @@ def test_no_two_traces_are_in_memory_at_once(runs: tuple[Path, Path], monkeypatc
     monkeypatch.setattr("profkit.cli.compare.open_capture", open_alone)  # first, as it takes what the reader has now
     monkeypatch.setattr("profkit.reading.open_capture", open_alone)
     compare(*runs, force=True)
-    assert run_command("compare", *runs, "--force").returncode == 0
+    check_command("compare", *runs, "--force")
     assert len(opened) == 4
 
 

@@ -28,7 +28,7 @@ from profkit.run.compiled_code import (
     read_compiled_code,
 )
 from profkit.run.manifest import Manifest, read_manifest, write_manifest
-from tests.in_process import run_command
+from tests.in_process import check_command, run_command
 from tests.training_scripts import training
 
 LAUNCH = Launch(123, "triton_poi_fused_gelu_3", False, ("h.0.mlp",), ("model.py:87 forward",), ("aten.gelu",), 7)
@@ -118,7 +118,7 @@ def test_a_command_reads_the_file_once(tmp_path: Path, monkeypatch: pytest.Monke
         return read_compiled_code(path)
 
     monkeypatch.setattr(compiled_code, "read_compiled_code", counted)
-    assert run_command(command, folder, "-o", tmp_path / "out.html").returncode == 0
+    check_command(command, folder, "-o", tmp_path / "out.html")
     assert read == [folder / "compiled.jsonl"]
 
 
@@ -188,8 +188,7 @@ def test_a_program_whose_code_is_in_the_users_cache_gets_its_modules(
     (tmp_path / "train.py").write_text(SCRIPT)
     users, command = tmp_path / "users", (sys.executable, "train.py")
     with patch.dict(os.environ, {"TORCHINDUCTOR_CACHE_DIR": str(users)}):
-        plain = forks.run(command, tmp_path)
-    assert plain.returncode == 0, plain.stderr
+        forks.check(command, tmp_path)
     before = _content(users)
     words = ("run", "--kineto", "--warmup", "2", "--steps", "2", "-o")
     forks.check_profkit(*words, "own", "--", *command, cwd=tmp_path, XDG_CACHE_HOME=str(tmp_path / "home"))

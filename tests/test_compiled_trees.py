@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections import Counter
 from pathlib import Path
@@ -19,7 +18,7 @@ from profkit.run.work import (
 )
 from profkit.trace.kineto import read_kineto
 from tests.forked_scripts import Forks
-from tests.in_process import check_profkit, run_command
+from tests.in_process import check_profkit, printed
 from tests.test_compiled_ranges import rows_of, tree_launch_by_launch
 
 pytestmark = pytest.mark.slow
@@ -165,7 +164,7 @@ def test_explain_leads_to_the_lines_of_the_script(runs: dict[str, Path]) -> None
     (line,) = product.lines or ()
     number = 1 + SCRIPT.splitlines().index(next(one for one in SCRIPT.splitlines() if "self.qkv(x)" in one))
     assert f"train.py:{number}" in line
-    assert json.loads(run_command("kernels", runs["compiled"], "--explain", "--format", "json").stdout)["sources"]
+    assert printed("kernels", runs["compiled"], "--explain")["sources"]
 
 
 # -- on a GPU --------------------------------------------------------------------------------------------------------

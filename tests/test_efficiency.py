@@ -45,7 +45,7 @@ from tests.efficiency_runs import (
     write_two_steps,
 )
 from tests.golden import check_transcript
-from tests.in_process import run_command
+from tests.in_process import check_command, run_command
 from tests.nsys_builder import NsysBuilder
 
 KINETO = ROOT / "traces" / "small-train.kineto.json.gz"
@@ -577,8 +577,7 @@ def test_a_trace_without_known_bytes_is_refused(tmp_path: Path) -> None:
 
 def test_the_command_writes_a_png(tmp_path: Path) -> None:
     run = make_small_run(tmp_path)
-    done = run_command("efficiency", run, "--numbered", "--plot", tmp_path / "r.png")
-    assert done.returncode == 0
+    check_command("efficiency", run, "--numbered", "--plot", tmp_path / "r.png")
     assert (tmp_path / "r.png").read_bytes().startswith(PNG)
     assert run_command("efficiency", run, "--plot", tmp_path / "r.pdf").returncode == 2
     assert run_command("efficiency", run, "--plot", run / "work.json").returncode == 2

@@ -38,8 +38,7 @@ class Programs(NamedTuple):
 def _run(forks: Forks, cache: Path, *arguments: str | Path) -> dict[str, Any]:
     command = [sys.executable, str(ROOT / "tests" / "generated_workloads.py"), *map(str, arguments)]
     with patch.dict(os.environ, {"TORCHINDUCTOR_CACHE_DIR": str(cache)}), TemporaryDirectory() as place:
-        done = forks.run(command, Path(place))
-    assert done.returncode == 0, done.stderr
+        done = forks.check(command, Path(place))
     found: dict[str, Any] = json.loads(done.stdout)
     return found
 

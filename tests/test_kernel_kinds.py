@@ -36,7 +36,7 @@ from tests.captures import capture
 from tests.child import run_in_child
 from tests.conftest import ROOT
 from tests.golden import check_transcript
-from tests.in_process import run_command
+from tests.in_process import check_command
 from tests.nsys_builder import NsysBuilder
 from tests.test_compiled_ranges import ATTENTION, MLP, place, whole_run
 
@@ -126,7 +126,7 @@ def test_each_way_of_asking_for_compiled_kernels_prints_what_it_did(run_director
 
 
 def test_a_shared_copy_of_a_run_says_what_its_compiled_kernels_compute(run_directory: Path, tmp_path: Path) -> None:
-    assert run_command("scrub", run_directory, "-o", tmp_path / "copy", "--keep-frames").returncode == 0
+    check_command("scrub", run_directory, "-o", tmp_path / "copy", "--keep-frames")
     found, copied = (read_trace(path).kernels(explain=True).sources for path in (run_directory, tmp_path / "copy"))
     assert copied == found
 

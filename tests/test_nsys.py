@@ -121,10 +121,7 @@ def test_optional_and_late_columns_may_be_missing_and_strings_in_any_encoding(tm
             "CUPTI_ACTIVITY_KIND_RUNTIME": {"returnValue"},
         },
     )
-    connection = sqlite3.connect(path)
-    connection.execute("UPDATE StringIds SET value = CAST(x'6b80' AS TEXT) WHERE value = 'kern'")
-    connection.commit()
-    connection.close()
+    _change(path, "UPDATE StringIds SET value = CAST(x'6b80' AS TEXT) WHERE value = 'kern'")
     trace = read_nsys(path)
     assert trace.gpus == ("NVIDIA H200",)
     assert [d.severity for d in trace.diagnostics] == ["info"]
@@ -194,10 +191,9 @@ def test_a_missing_column_that_is_needed_is_named(tmp_path: Path) -> None:
         read_nsys(path)
 
 
-def _foreign(path: Path) -> None:
-    connection = sqlite3.connect(path)
-    connection.execute("CREATE TABLE moz_places (id INTEGER, url TEXT)")
-    connection.close()
+def _change(path: Path, statement: str) -> None:
+    with closing(sqlite3.connect(path)) as database:
+        database.executescript(statement)
 
 
 def _truncated(path: Path) -> None:
@@ -239,7 +235,7 @@ def _rolled_back(path: Path) -> None:
         (lambda path: None, "no such file"),
         (lambda path: path.write_bytes(b""), "empty"),
         (lambda path: path.write_text("QDSTRM nothing to see"), "not a SQLite database"),
-        (_foreign, "no Nsight Systems export"),
+        (lambda path: _change(path, "CREATE TABLE moz_places (id INTEGER, url TEXT)"), "no Nsight Systems export"),
         (_truncated, "cut short"),
         (_malformed, "damaged"),
         (_unfinished, "-wal lies next to it"),
@@ -272,9 +268,7 @@ def test_an_export_being_written_is_refused_at_once(tmp_path: Path) -> None:
 def test_reading_leaves_file_and_folder_as_they_were(tmp_path: Path) -> None:
     path = tmp_path / "t.sqlite"
     _good(path)
-    connection = sqlite3.connect(path)
-    connection.execute("PRAGMA journal_mode=WAL")
-    connection.close()
+    _change(path, "PRAGMA journal_mode=WAL")
     before = hashlib.sha256(path.read_bytes()).hexdigest()
     os.chmod(path, stat.S_IRUSR)
     assert len(read_nsys(path).work) == 200
@@ -286,11 +280,8 @@ def test_rows_with_numbers_far_apart_are_read(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr("profkit.trace.sqlite._ROWS_AT_ONCE", 7)
     path = tmp_path / "t.sqlite"
     _good(path)
-    connection = sqlite3.connect(path)
-    connection.execute("DELETE FROM CUPTI_ACTIVITY_KIND_KERNEL WHERE rowid % 3 = 0")
-    connection.execute(f"UPDATE CUPTI_ACTIVITY_KIND_KERNEL SET rowid = {1 << 61} WHERE rowid = 200")
-    connection.commit()
-    connection.close()
+    _change(path, "DELETE FROM CUPTI_ACTIVITY_KIND_KERNEL WHERE rowid % 3 = 0")
+    _change(path, f"UPDATE CUPTI_ACTIVITY_KIND_KERNEL SET rowid = {1 << 61} WHERE rowid = 200")
     trace = read_nsys(path)
     assert trace.work.start_ns.tolist() == [10 * i + 10 for i in range(200) if (i + 1) % 3]
 
@@ -457,9 +448,7 @@ def export(tmp_path: Path) -> Path:
 
 
 def change(path: Path, sql: str) -> Path:
-    with closing(sqlite3.connect(path)) as connection:
-        connection.executescript(sql)
-        connection.commit()
+    _change(path, sql)
     return path
 
 

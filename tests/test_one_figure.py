@@ -29,7 +29,7 @@ from profkit.reading import open_capture
 from profkit.report.page.step import build_dots
 from profkit.run.manifest import Manifest
 from tests.captures import CAPTURES
-from tests.in_process import run_command
+from tests.in_process import printed, run_command
 from tests.test_compiled_ranges import whole_run
 from tests.test_time_account import count_idle_slowly
 
@@ -191,16 +191,10 @@ def test_modules_of_compiled_code_give_one_figure_too(tmp_path: Path) -> None:
     test_the_rows_under_a_range_equal_those_of_a_slow_account(path)
 
 
-def _run_json(*words: str | Path) -> dict[str, Any]:
-    done = run_command(*words, "--format", "json")
-    assert done.stdout, done.stderr
-    return dict(json.loads(done.stdout))
-
-
 def _check_steps_and_idle_time(path: Path) -> None:
     """Compare the step time and the idle share that each command prints, and both with the account."""
     capture = open_capture(path)
-    account, summary, efficiency = capture.trace.account, _run_json("summary", path), _run_json("efficiency", path)
+    account, summary, efficiency = capture.trace.account, printed("summary", path), printed("efficiency", path)
     checked = json.loads(run_command("check", path, "--max-idle", "50%", "--format", "json").stdout)["lines"][0]
     idle = account.idle_time()
     assert efficiency["idle_share"] == account.sum_parts()[0].idle_share
@@ -217,7 +211,7 @@ def _check_steps_and_idle_time(path: Path) -> None:
     for step in summary["steps"]:
         assert step["recorded_ns"] == account.recorded_step_ns(step["context"])
         assert step["unprofiled_ns"] == account.step_ns(step["context"])
-    (headline,) = _run_json("compare", path, path, "--force")["headlines"]
+    (headline,) = printed("compare", path, path, "--force")["headlines"]
     (step,) = summary["steps"]
     assert headline["before_ns"] == round(step["unprofiled_ns"] or step["recorded_ns"]), headline["what"]
     assert capture.trace.account.steps.tolist() == measured_ranges(capture.trace.attribution)["step"].tolist()

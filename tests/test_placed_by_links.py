@@ -24,7 +24,7 @@ from profkit.trace.columns import Trace
 from profkit.trace.nsys import read_nsys
 from tests.captures import capture
 from tests.golden import check_transcript
-from tests.in_process import run_command
+from tests.in_process import check_command
 from tests.kineto_builder import AUTOGRAD, TID, flow, kernel, launch, read, row, thread_name, written
 from tests.nsys_builder import NsysBuilder, process_of
 
@@ -342,8 +342,7 @@ def test_every_command_reads_a_trace_whose_links_add_ranges(tmp_path: Path) -> N
     steps = [span("ProfilerStep#1", 0, 1000), span("ProfilerStep#2", 1000, 1010)]
     path = write_linked(tmp_path, [*model(), *steps])
     for command in ("summary", "kernels", "efficiency", "ranges"):
-        done = run_command(command, path)
-        assert done.returncode == 0, done.stderr
+        check_command(command, path)
 
 
 def test_a_step_that_links_repeat_under_its_backward_pass_is_one_step(tmp_path: Path) -> None:
@@ -358,5 +357,4 @@ def test_a_step_that_links_repeat_under_its_backward_pass_is_one_step(tmp_path: 
     opened = read_trace(written(tmp_path, events))
     assert [opened.trace.names[name] for name in opened.trace.ranges.name].count("step 5") == 2
     assert measured_ranges(opened.attribution)["step"].tolist() == [0]
-    done = run_command("report", tmp_path / "trace.json", "-o", tmp_path / "page.html")
-    assert done.returncode == 0, done.stderr
+    check_command("report", tmp_path / "trace.json", "-o", tmp_path / "page.html")

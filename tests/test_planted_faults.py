@@ -41,8 +41,7 @@ def test_every_variant_of_a_plain_program_runs_and_its_steps_are_timed(
         f"import json, sys\nsys.path.insert(0, {str(FOLDER)!r})\nfrom record_faults import measure_plain\n"
         f"print(json.dumps([measure_plain({program!r}, faults, tiny=True) for faults in {variants!r}]))\n"
     )
-    done = forks.run([sys.executable, str(script)], tmp_path)
-    assert done.returncode == 0, done.stderr
+    done = forks.check([sys.executable, str(script)], tmp_path)
     times = json.loads(done.stdout.splitlines()[-1])
     assert [len(each) for each in times] == [2] * len(variants)
     assert all(min(each) > 0 for each in times)

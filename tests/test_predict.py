@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
@@ -24,7 +23,7 @@ from profkit.run.edits import EDITS, FORMS, parse_edits, read_factor
 from profkit.run.lines import LineTime
 from tests.efficiency_runs import SMALL
 from tests.golden import check_text
-from tests.in_process import run_command
+from tests.in_process import printed, run_command
 from tests.step_machine import Doing, Machine, steady_step_ns
 
 CONSTANTS = Constants(latency_ns=1_500, gap_ns=1_000, wake_ns=8_000, event_ns=700, wait_ns=2_000)
@@ -595,7 +594,7 @@ def test_edits_are_read_in_the_tables_order() -> None:
 
 
 def test_the_command_predicts_the_time_from_a_trace_alone() -> None:
-    data = json.loads(run_command("whatif", SMALL, "--edit", "cpu:×2", "--format", "json").stdout)
+    data = printed("whatif", SMALL, "--edit", "cpu:×2")
     after = data["time"]["after_ns"]
     assert (data["schema"], data["memory"]) == (2, None)
     assert after["low"] < after["expected"] < after["high"] < data["time"]["step_ns"]
@@ -605,7 +604,7 @@ def test_the_command_predicts_the_time_from_a_trace_alone() -> None:
 
 
 def test_a_larger_batch_is_compared_with_as_many_samples_as_now() -> None:
-    data = json.loads(run_command("whatif", SMALL, "--edit", "batch:×4", "--format", "json").stdout)["time"]
+    data = printed("whatif", SMALL, "--edit", "batch:×4")["time"]
     assert data["batch_factor"] == 4
     for end, time_ns in data["after_ns"].items():
         assert data["as_many_samples_ns"][end] == pytest.approx(time_ns / 4, abs=1)
@@ -613,7 +612,7 @@ def test_a_larger_batch_is_compared_with_as_many_samples_as_now() -> None:
     expected = format_ns(data["as_many_samples_ns"]["expected"])
     assert "The step after has 4 times as many samples. For as many as now: least " in said
     assert f", expected {expected}, most " in said
-    same = json.loads(run_command("whatif", SMALL, "--edit", "cpu:×2", "--format", "json").stdout)["time"]
+    same = printed("whatif", SMALL, "--edit", "cpu:×2")["time"]
     assert (same["batch_factor"], same["as_many_samples_ns"]) == (1, same["after_ns"])
     assert "samples" not in run_command("whatif", SMALL, "--edit", "cpu:×2").stdout
 

@@ -30,7 +30,7 @@ from tests.browser import draw_first_screen, open_page, read_table
 from tests.captures import capture
 from tests.conftest import ROOT
 from tests.efficiency_runs import change_manifest, make_small_run, write_two_steps
-from tests.in_process import run_command
+from tests.in_process import check_command, run_command
 from tests.nsys_builder import NsysBuilder
 
 pytestmark = pytest.mark.usefixtures("read_once")
@@ -61,8 +61,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def page_file(run: Path) -> Path:
     target = run.parent / "page.html"
-    done = run_command("report", run, "-o", target)
-    assert done.returncode == 0, done.stderr
+    check_command("report", run, "-o", target)
     return target
 
 

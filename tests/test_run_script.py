@@ -20,7 +20,7 @@ from profkit import read_trace
 from profkit.run.work import read_work
 from tests.doubts import without_doubts
 from tests.forked_scripts import Forks
-from tests.in_process import check_profkit, ended, manifest_of, names_in, range_names, run_command, run_profkit
+from tests.in_process import check_profkit, ended, manifest_of, names_in, printed, range_names, run_command, run_profkit
 from tests.training_scripts import training
 
 torch = pytest.importorskip("torch")
@@ -262,7 +262,7 @@ def test_one_step_is_counted_of_a_script_that_annotates_its_optimizer(place: Pat
     (place / "annotated.py").write_text(ANNOTATED)
     run("--warmup", "2", "--steps", "2", "--", sys.executable, "annotated.py")
     assert len(manifest_of(place / "run")["profiled"]["steps"]) == 2
-    ranges = json.loads(run_command("ranges", place / "run", "--format", "json").stdout)["ranges"]
+    ranges = printed("ranges", place / "run")["ranges"]
     steps = [(one["path"], one["instances"]) for one in ranges if "/" not in one["path"]]
     assert steps == [("step 2", 1), ("step 3", 1)]
     work = read_work(place / "run" / "work.json")

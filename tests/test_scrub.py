@@ -39,7 +39,7 @@ from profkit.text_kinds import (
 from tests.captures import CAPTURES
 from tests.child import run_in_child
 from tests.efficiency_runs import make_small_run
-from tests.in_process import names_in, run_command
+from tests.in_process import names_in, printed, run_command
 from tests.nsys_builder import NsysBuilder
 
 pytestmark = pytest.mark.usefixtures("read_once")
@@ -259,9 +259,7 @@ def export(tmp_path: Path) -> Path:
 def test_renamed_ranges_give_the_same_figures_in_all_files_of_a_run(tmp_path: Path) -> None:
     run = TRACES / "blocks" / "reduce-overhead"
     share(run, tmp_path / "copy", rename_ranges=True)
-    before, after = (
-        json.loads(run_command("ranges", path, "--format", "json").stdout) for path in (run, tmp_path / "copy")
-    )
+    before, after = (printed("ranges", path) for path in (run, tmp_path / "copy"))
     figures = [
         {tuple(row[key] for key in ("kernel_time_ns", "kernel_count")) for row in one["ranges"]}
         for one in (before, after)
@@ -367,7 +365,7 @@ class TestCommand:
         assert re.search(r"^kernel +all: --format json lists them +1$", done.stdout, re.MULTILINE)
         assert done.stdout.endswith("profkit opens the copy, and so does nsys stats\n")
         assert b"alice" not in (tmp_path / "copy.sqlite").read_bytes()
-        names = json.loads(run_command("scrub", export, "-o", tmp_path / "c", "--format", "json").stdout)["names"]
+        names = printed("scrub", export, "-o", tmp_path / "c")["names"]
         assert names == {"kernel": ["gemm<float>(a / b)"], "range": ["forward", "layer 3", "layer 4"]}
 
     def test_the_input_and_existing_files_are_not_overwritten(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import json
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -34,7 +33,7 @@ from profkit.report.units import format_share
 from profkit.run.edits import parse_edits
 from profkit.run.lines import LineTime
 from tests.efficiency_runs import SMALL, notes_of
-from tests.in_process import run_command
+from tests.in_process import check_command, printed, run_command
 from tests.step_machine import LAUNCH, Doing, Machine
 
 pytestmark = pytest.mark.usefixtures("read_once")
@@ -44,7 +43,7 @@ KINETO = SMALL.with_name("small-train.kineto.json.gz")
 
 @pytest.mark.parametrize("path", [SMALL, KINETO], ids=lambda path: path.name)
 def test_shares_add_up_to_the_replayed_step(path: Path) -> None:
-    limits = json.loads(run_command("efficiency", path, "--format", "json").stdout)["step_limits"]
+    limits = printed("efficiency", path)["step_limits"]
     assert limits["refusal"] is None
     assert sum(limits["limited_by"].values()) == limits["step_ns"]
     assert sum(part["time_ns"] for part in limits["parts"]) == limits["step_ns"]
@@ -54,23 +53,23 @@ def test_shares_add_up_to_the_replayed_step(path: Path) -> None:
     assert sum(sum(causes.values()) for causes in limits["by_phase"].values()) == limits["step_ns"]
     assert set(limits["by_phase"]) >= {"forward", "backward", "optimizer"}
     assert abs(limits["replay"]["error"]) <= 0.005
-    summary = json.loads(run_command("summary", path, "--format", "json").stdout)
+    summary = printed("summary", path)
     assert summary["step_limits"] == limits
 
 
 def test_of_several_ranks_all_are_taken_together_or_one(captures: Path) -> None:
     path = captures / "ddp.nsys2025.sqlite"
-    together = json.loads(run_command("efficiency", path, "--format", "json").stdout)["step_limits"]
+    together = printed("efficiency", path)["step_limits"]
     assert sum(together["by_rank"].values()) == sum(together["limited_by"].values()) == together["step_ns"] > 0
     for rank in ("0", "1"):
-        limits = json.loads(run_command("efficiency", path, "--rank", rank, "--format", "json").stdout)["step_limits"]
+        limits = printed("efficiency", path, "--rank", rank)["step_limits"]
         assert limits["refusal"] is None
         assert sum(limits["limited_by"].values()) == limits["step_ns"] > 0
 
 
 def test_a_capture_without_steps_or_with_losses_says_why_nothing_is_known(captures: Path) -> None:
     for name, why in (("hooks.nsys2025.sqlite", "holds no recorded step"), ("lossy.nsys2023.sqlite", "self-check")):
-        limits = json.loads(run_command("efficiency", captures / name, "--format", "json").stdout)["step_limits"]
+        limits = printed("efficiency", captures / name)["step_limits"]
         assert why in limits["refusal"]
         assert (limits["step_ns"], limits["limited_by"]) == (0, {})
 
@@ -147,7 +146,7 @@ def test_every_format_says_the_same_of_what_limits_a_range() -> None:
     trace = read_trace(SMALL)
     words = name_limits(trace.efficiency().ranges, trace.step_limits)
     assert words["step */forward/layer */ffn"] == "kernel launches"
-    data = json.loads(run_command("efficiency", SMALL, "--format", "json").stdout)
+    data = printed("efficiency", SMALL)
     assert {row["path"]: row["limited_by"] for row in data["ranges"]} == words
     table = csv.DictReader(run_command("efficiency", SMALL, "--format", "csv").stdout.splitlines())
     assert {row["path"]: row["limited_by"] for row in table} == {path: said or "" for path, said in words.items()}
@@ -209,7 +208,7 @@ def test_without_a_prediction_there_are_no_lanes() -> None:
 
 def test_what_if_draws_them_where_no_memory_is_predicted(tmp_path: Path) -> None:
     path = tmp_path / "lanes.png"
-    assert run_command("whatif", SMALL, "--edit", "cpu:×2", "--plot", path).returncode == 0
+    check_command("whatif", SMALL, "--edit", "cpu:×2", "--plot", path)
     assert path.read_bytes().startswith(b"\x89PNG")
     refused = run_command("whatif", SMALL, "--edit", "cudnn-benchmark", "--plot", tmp_path / "none.png")
     assert refused.returncode == 2
@@ -384,7 +383,7 @@ def test_a_late_rank_that_is_on_time_lets_the_other_one_go_on(captures: Path) ->
     for late in (2, -1):
         with pytest.raises(CannotPredictError, match="no rank"):
             replay_on_time(replays, late)
-    data = json.loads(run_command("whatif", path, "--edit", "on-time:1", "--format", "json").stdout)["time"]
+    data = printed("whatif", path, "--edit", "on-time:1")["time"]
     after = data["after_ns"]
     assert after["low"] < after["expected"] < after["high"] < data["step_ns"]
     assert "on-time:1" in run_command("whatif", path, "--edit", "on-time:1").stdout

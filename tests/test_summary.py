@@ -45,7 +45,7 @@ from tests.captures import CAPTURES, capture
 from tests.conftest import ROOT
 from tests.efficiency_runs import SMALL, change_manifest, make_small_run, make_timed_run, write_run
 from tests.golden import check_transcript
-from tests.in_process import run_command
+from tests.in_process import printed, run_command
 from tests.memory_captures import Training
 from tests.nsys_builder import NsysBuilder
 
@@ -387,12 +387,11 @@ def test_without_a_gpu_the_parts_are_phases_with_their_lines(tmp_path: Path) -> 
 
 def test_every_command_says_the_same_sentence_of_a_run(tmp_path: Path) -> None:
     run = make_timed_run(tmp_path)
-    data = json.loads(run_command("summary", run, "--format", "json").stdout)
+    data = printed("summary", run)
     assert sum(part["time_ns"] for part in data["step_tree"]["parts"]) == data["step_tree"]["step_ns"]
     answer = data["answer"]
     assert answer in " ".join(run_command("efficiency", run).stdout.split())
-    checked = run_command("check", run, "--max-idle", "99%", "--format", "json")
-    assert json.loads(checked.stdout)["answer"] == answer
+    assert printed("check", run, "--max-idle", "99%")["answer"] == answer
     assert answer in " ".join(unescape(render_report(open_capture(run))).split())
 
 
@@ -418,11 +417,6 @@ def test_what_is_not_known_is_said(name: str, said: str) -> None:
 
 
 # -- its lines -------------------------------------------------------------------------------------------------------
-
-
-def _json(*words: str | Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(run_command(*words, "--format", "json").stdout)
-    return found
 
 
 def _run_of(folder: Path, **facts: object) -> Path:
@@ -514,7 +508,7 @@ def test_the_module_named_is_the_deepest_that_holds_most_of_the_one_around_it() 
 
 
 def test_its_memory_is_that_of_the_memory_command() -> None:
-    said, memory = _json("summary", SNAPSHOT)["memory"], _json("memory", SNAPSHOT)
+    said, memory = printed("summary", SNAPSHOT)["memory"], printed("memory", SNAPSHOT)
     assert said["peak_bytes"] == memory["allocated"]["peak_bytes"]
     assert said["reserved_peak_bytes"] == memory["reserved"]["peak_bytes"]
     assert said["by_category"] == {row["category"]: row["bytes"] for row in memory["peak"]["by_category"]}
@@ -563,7 +557,7 @@ def test_of_a_capture_that_failed_its_self_check_nothing_is_concluded(monkeypatc
 
 def test_the_tries_are_data_with_what_they_buy_together() -> None:
     path = ROOT / "traces" / "small-train.nsys2025.sqlite"
-    said = _json("summary", path)
+    said = printed("summary", path)
     advice = find_advice(open_capture(path), _summary(path))
     assert said["schema"] == 2
     assert [one["code"] for one in said["advice"]] == [one.code for one in advice.tries]
