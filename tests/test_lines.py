@@ -841,6 +841,15 @@ def test_lines_and_what_has_none_are_no_longer_than_the_step(tmp_path: Path) -> 
     assert result.ahead_ns == 4_000_000
 
 
+def test_what_unprofiled_steps_take_longer_than_those_of_lines_is_said(tmp_path: Path) -> None:
+    """As where the queue of a loader was full while lines were looked for: 2 ms of 10 were not seen."""
+    shorter = {**USUAL, "step_ns": 8_000_000}
+    rows = [_in_phase(30, "model", "forward", 4_000_000), _in_phase(31, "loss.backward", "backward", 4_000_000)]
+    run = _write_run(tmp_path, [USUAL] * 10, [shorter] * 10, *rows)
+    said = "2.000 ms a step in no line: the steps in which lines were looked for were shorter"
+    assert said in " ".join(run_command("efficiency", run, "--by", "line").stdout.split())
+
+
 def test_what_usual_steps_have_of_a_rare_line_has_no_name(tmp_path: Path) -> None:
     """A trainer evaluates for 50 ms in one step of ten, and runs its own Python for 0.4 ms in each."""
     evaluating = {**USUAL, "step_ns": 60_000_000}

@@ -156,6 +156,10 @@ def _notes(result: LinesResult) -> Iterator[str]:
         yield f"{NS.show(result.unnamed_ns)} a step with no line of your own, or too few samples to name one"
     if result.ahead_ns >= _WORTH * result.step_ns:
         yield f"{NS.show(result.ahead_ns)} a step Python was done, and waited at the step's end for the GPU"
+    own_ns = sum(line.time_ns for line in result.lines if line.thread != "worker")
+    left_ns = result.step_ns - own_ns - result.unnamed_ns - result.ahead_ns
+    if result.is_scaled and left_ns >= _WORTH * result.step_ns:
+        yield f"{NS.show(left_ns)} a step in no line: the steps in which lines were looked for were shorter"
     if result.batch_ns is not None:
         yield f"workers of data loaders: per batch, of which one takes {NS.show(result.batch_ns)}"
     if result.no_waits is not None:
