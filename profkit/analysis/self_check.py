@@ -307,8 +307,8 @@ def _check_steps(attribution: Attribution, *, even: bool = False) -> Iterator[Fi
             work = "kernels" if of_gpu else "operators"
             yield Finding(
                 "empty-steps" if is_empty else "unequal-steps",
-                f"{label}{which_of_step}: {work} per instance range from {some.min():,} to {some.max():,} over"
-                f" {len(some)} instances of process {pid}" + (": kernels are missing" if lost else ""),
+                f"{label}{which_of_step}: from {some.min():,} to {some.max():,} {work} each time ({len(some)} times,"
+                f" process {pid})" + (": kernels are missing" if lost else ""),
                 "failed" if lost else "warning",
             )
 
