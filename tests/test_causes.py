@@ -27,6 +27,7 @@ from profkit.analysis.tree.modules import ModuleTime
 from profkit.analysis.trials import Trial
 from profkit.reading import open_capture
 from profkit.report.commands.answer import describe_answer, describe_effects
+from profkit.report.page.step import _figures
 from profkit.run.compiled_code import Compilation, append_records
 from profkit.run.directory import Run
 from profkit.run.edits import parse_edits
@@ -1590,6 +1591,11 @@ def test_what_runs_in_rare_steps_alone_is_a_cause_of_the_mean_step(tmp_path: Pat
     answer = describe_answer(summarize_capture(opened), result)
     assert answer.startswith(f"A step takes {usual / MS:.3f} ms, and ")
     assert "on average: one step in 10 takes 40 ms longer (train.py:50 main). Without that: about" in answer
+    # Without that it is longer than the typical step, which stands beside it on the page.
+    *_, (time, label) = _figures(summarize_capture(opened), result)
+    assert time.startswith("≈ ")
+    assert label.startswith("a step on average after the first Try (")
+    assert label.endswith(f"); {before.partition(' → ')[0]} now")
 
 
 def test_the_line_of_a_trainer_is_no_culprit_though_one_phase_alone_limits_the_step(tmp_path: Path) -> None:

@@ -79,8 +79,7 @@ def describe_answer(summary: Summary, advice: AdviceResult) -> str:
     if late:
         return f"{step}: {late[:1].lower()}{late[1:]}."
     if best is not None and best.other_step_ns is not None:
-        which = "on average" if MEAN_STEP in best.evidence else "once the queue of its workers is empty"
-        other = f"{format_ns(best.other_step_ns)} {which}: {_describe_cause(best)}"
+        other = f"{format_ns(best.other_step_ns)} {name_other_step(best)}: {_describe_cause(best)}"
         return f"{step}, and {other}. Without that: {describe_after(best)}."
     if best is not None and best.effect_ns >= _DECISIVE * summary.step_ns and not best.changes_training:
         lost = f"{format_ns(best.effect_ns)} of it is lost: {_describe_cause(best)}"
@@ -89,6 +88,11 @@ def describe_answer(summary: Summary, advice: AdviceResult) -> str:
     if summary.tree is not None:
         step += f": {_describe_pace(summary, summary.tree, is_brief=best is not None)}"
     return f"{step}." if best is None else f"{step}. {_describe_best(best)}"
+
+
+def name_other_step(advice: Advice) -> str:
+    """Return which step a Try makes shorter that is not the typical one, as the end of its time."""
+    return "on average" if MEAN_STEP in advice.evidence else "once the queue of its workers is empty"
 
 
 def _describe_cause(advice: Advice) -> str:

@@ -40,6 +40,7 @@ from profkit.report.commands.answer import (
     describe_effects,
     describe_phases,
     describe_together,
+    name_other_step,
     name_part,
     name_place,
 )
@@ -351,10 +352,13 @@ def _figures(summary: Summary, advice: AdviceResult) -> Iterator[tuple[str, str]
     if summary.memory is not None:
         phase = f", in {summary.memory.phase}" if summary.memory.phase else ""
         yield format_bytes(summary.memory.peak_bytes), f"at the peak of memory{phase}"
-    after = next(filter(None, map(describe_after, advice.tries)), "")
-    if after:
-        middle, _, reach = after.replace("about ", "≈ ").partition(" (")
-        yield middle, "a step after the first Try" + (f" ({reach}" if reach else "")
+    first = next((proposal for proposal in advice.tries if describe_after(proposal)), None)
+    if first is not None:
+        middle, _, reach = describe_after(first).replace("about ", "≈ ").partition(" (")
+        which, now = "a step", ""
+        if first.other_step_ns is not None:
+            which, now = f"a step {name_other_step(first)}", f"; {format_ns(first.other_step_ns)} now"
+        yield middle, f"{which} after the first Try" + (f" ({reach}" if reach else "") + now
 
 
 def _parts(tree: StepTree) -> Iterator[dict[str, Any]]:
