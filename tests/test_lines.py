@@ -502,6 +502,28 @@ def test_a_line_that_calls_others_takes_what_they_take_and_waits_as_they_do() ->
     assert again.caller.endswith(" test_a_line_that_calls_others_takes_what_they_take_and_waits_as_they_do")
 
 
+def test_what_a_line_calls_where_it_waits_is_known_beside_what_takes_its_time() -> None:
+    stacks: list[Any] = []
+
+    def convert() -> None:
+        stacks.append(find_stack(sys._getframe()))
+
+    def move() -> None:
+        stacks.append(find_stack(sys._getframe()))
+
+    line = _here() + 1
+    _ = convert(), move()
+    recorder = LineRecorder(lambda: None)
+    recorder._sampler._step[stacks[0], None, "main"] = 400
+    recorder._sampler.samples[stacks[0], None, "main"] = 40
+    recorder.step_ended({"step_ns": 1000})
+    recorder._waits.counts[stacks[1], None, "main"] = 2
+    found = recorder.stop()
+    assert found is not None
+    (row,) = (row for row in found.callers if row.line == line)
+    assert (row.called, row.waits_in, row.time_ns, row.waits) == ("convert", "move", 400, 2)
+
+
 def test_enough_steps_are_a_second_and_three_or_sixty() -> None:
     recorder = LineRecorder(lambda: None)
     recorder._start_ns = time.perf_counter_ns() - 10**10
