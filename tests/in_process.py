@@ -5,6 +5,7 @@ What a process of its own costs is left out; what it starts is real.
 
 from __future__ import annotations
 
+import csv
 import fcntl
 import gzip
 import json
@@ -82,6 +83,11 @@ def manifest_of(run: Path) -> dict[str, Any]:
     """Return the manifest of a run directory as JSON has it."""
     manifest: dict[str, Any] = json.loads((run / "manifest.json").read_text())
     return manifest
+
+
+def csv_rows(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
 
 
 def names_in(folder: Path) -> list[str]:

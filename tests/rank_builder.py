@@ -78,7 +78,7 @@ class Delay:
         return step % self.every == self.first
 
 
-def simulate(ranks: int, steps: int = 5, delays: Sequence[Delay] = (), *, kernels: int = 4) -> list[Timeline]:
+def simulate(ranks: int, steps: int = 5, delays: Sequence[Delay] = ()) -> list[Timeline]:
     """Return what each rank did; each is off by some microseconds of its own."""
     lines = [Timeline(now=MS + rank * 3_000) for rank in range(ranks)]
     for step in range(steps):
@@ -88,7 +88,7 @@ def simulate(ranks: int, steps: int = 5, delays: Sequence[Delay] = (), *, kernel
             for delay in delays:
                 if delay.rank == rank and delay.is_in(step):
                     extra[delay.place] += delay.time_ns
-            _until_reduction(line, extra, (rank * 7 + step * 13) % 11 * 1_000, kernels)
+            _until_reduction(line, extra, (rank * 7 + step * 13) % 11 * 1_000)
         end = max(line.now for line in lines) + WIRE_NS
         for rank, line in enumerate(lines):
             line.kernels.append((line.now - 10_000, line.now, end, NCCL))
@@ -106,7 +106,7 @@ def simulate(ranks: int, steps: int = 5, delays: Sequence[Delay] = (), *, kernel
     return lines
 
 
-def _until_reduction(line: Timeline, extra: dict[str, int], noise_ns: int, kernels: int) -> None:
+def _until_reduction(line: Timeline, extra: dict[str, int], noise_ns: int) -> None:
     begin = line.now
     line.now += 200_000 + extra["data"] + noise_ns
     line.ranges.append(("data", begin, line.now))
@@ -119,8 +119,8 @@ def _until_reduction(line: Timeline, extra: dict[str, int], noise_ns: int, kerne
                 line.calls.append(line.now)
                 line.now += 100_000
             slower = extra["kernels"] if phase == "forward" and layer else 0
-            for _ in range(kernels):
-                line.compute((time_ns // 2 + slower) // kernels)
+            for _ in range(4):
+                line.compute((time_ns // 2 + slower) // 4)
             line.ranges.append((f"layers.{layer}", inner, line.now))
         line.ranges.append((phase, begin, line.now))
 
@@ -138,18 +138,18 @@ def write_nsys(path: Path, lines: Sequence[Timeline]) -> Path:
     return builder.write(path)
 
 
-def write_kineto_run(folder: Path, lines: Sequence[Timeline], *, shift_ns: int = 0, first_rank: int = 0) -> Path:
+def write_kineto_run(folder: Path, lines: Sequence[Timeline], *, shift_ns: int = 0) -> Path:
     """Write a run of one torch.profiler trace a rank; each rank's clock is ``shift_ns`` ahead of the one before."""
     start_run(folder)
-    for rank, line in enumerate(lines, first_rank):
+    for rank, line in enumerate(lines):
         events = []
         for name, start, end in line.ranges:
             events.append(row("user_annotation", name, start / 1000, (end - start) / 1000))
         for number, (called, start, end, name) in enumerate(line.kernels, 1):
-            facts = _kineto_facts(len(lines) + first_rank, number) if name == NCCL else {}
+            facts = _kineto_facts(len(lines), number) if name == NCCL else {}
             events += [launch(called / 1000, number), kernel(name, start / 1000, (end - start) / 1000, number, **facts)]
         events += [row("cuda_runtime", "cudaEventRecord", called / 1000, 1) for called in line.calls]
-        distributed = {"rank": rank, "world_size": len(lines) + first_rank}
+        distributed = {"rank": rank, "world_size": len(lines)}
         base = 1_790_857_026_000_000_000 + rank * shift_ns
         name = name_of_rank(KINETO_TRACE, rank)
         written(folder, events, name, distributedInfo=distributed, baseTimeNanoseconds=base)

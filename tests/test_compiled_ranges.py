@@ -72,9 +72,9 @@ class Program:
         return self.builder.write(folder / "trace.sqlite")
 
 
-def whole_run(folder: Path, steps: int = 2) -> Path:
+def whole_run(folder: Path) -> Path:
     program = Program()
-    for number in range(steps):
+    for number in range(2):
         program.step(number)
     return program.write(folder)
 

@@ -87,15 +87,11 @@ def machine(tmp_path: Path) -> Machine:
     return _bare(tmp_path)
 
 
-def _with_gpu(machine: Machine, driver: str = "580.159.03", model: str = "NVIDIA H200") -> Machine:
-    _file(
-        machine.root / "proc/driver/nvidia/version",
-        f"NVRM version: NVIDIA UNIX x86_64  {driver}  Release\nGCC 12.2.0\n",
-    )
+def _with_gpu(machine: Machine) -> Machine:
+    driver = machine.root / "proc/driver/nvidia"
+    _file(driver / "version", "NVRM version: NVIDIA UNIX x86_64  580.159.03  Release\nGCC 12.2.0\n")
     for number in range(2):
-        _file(
-            machine.root / f"proc/driver/nvidia/gpus/0000:00:0{number}.0/information", f"Model: \t\t {model}\nIRQ: 4\n"
-        )
+        _file(driver / f"gpus/0000:00:0{number}.0/information", "Model: \t\t NVIDIA H200\nIRQ: 4\n")
         _file(machine.root / f"dev/nvidia{number}")
     return machine
 

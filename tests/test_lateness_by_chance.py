@@ -160,10 +160,10 @@ def _compare(folder: Path, ranks: int, steps: int, delays: Sequence[Delay]) -> l
     return [compare_traced(trace), compare_records(light_records(lines))]
 
 
-def _noise(ranks: int, steps: int, draw: Callable[[int, int], float], place: str = "forward") -> list[Delay]:
+def _noise(ranks: int, steps: int, draw: Callable[[int, int], float]) -> list[Delay]:
     """Return a delay for every rank and step, as long as ``draw`` says in milliseconds."""
     return [
-        Delay(rank, place, round(max(draw(rank, step), 0.0) * MS), every=ONCE, first=step)
+        Delay(rank, "forward", round(max(draw(rank, step), 0.0) * MS), every=ONCE, first=step)
         for rank in range(ranks)
         for step in range(steps)
     ]

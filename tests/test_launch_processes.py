@@ -202,7 +202,7 @@ def test_the_children_of_a_killed_tool_are_ended(tmp_path: Path) -> None:
     assert not is_alive(int(pids.read_text()))
 
 
-def test_a_child_is_ended_that_was_only_being_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_child_is_ended_that_was_only_being_started(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C may come when the program runs already and Popen has not returned yet."""
     real, started = subprocess.Popen, []
 

@@ -177,7 +177,7 @@ def test_the_bus_bandwidth_is_that_of_nccl_tests() -> None:
     assert factors == [1.75, 0.875, 0.875, 0.875, 1.0]
 
 
-def _sending(rank: int, ranks: int, sends_ns: int, node: int = 0) -> LightRecord:
+def _sending(rank: int, ranks: int, sends_ns: int) -> LightRecord:
     """Return a stage of a pipeline: in each of three steps two sends to each neighbour, and what they send back."""
     neighbours = [other for other in (rank - 1, rank + 1) if 0 <= other < ranks]
     calls = [(kind, sends_ns if kind == "send" else 7) for _ in neighbours for kind in ("send", "recv") * 2]
@@ -190,7 +190,7 @@ def _sending(rank: int, ranks: int, sends_ns: int, node: int = 0) -> LightRecord
     steps = tuple(
         StepRecord(f"step {at}", at * MS, (at + 1) * MS, collectives=mine) for at, mine in enumerate(numbered)
     )
-    return LightRecord(rank, ranks, node, 0, groups=(Group(0, "7", tuple(range(ranks)), "pp", "nccl"),), steps=steps)
+    return LightRecord(rank, ranks, 0, 0, groups=(Group(0, "7", tuple(range(ranks)), "pp", "nccl"),), steps=steps)
 
 
 def test_what_stages_send_is_counted_at_each_sender(tmp_path: Path) -> None:

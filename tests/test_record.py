@@ -527,6 +527,6 @@ def yield_one():  # type: ignore[no-untyped-def]
     yield 1
 
 
-def test_nothing_can_be_asked_before_the_block_has_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_can_be_asked_before_the_block_has_ended() -> None:
     with pytest.raises(RunError, match="enter the block first"):
         profkit.record().summary()

@@ -241,7 +241,7 @@ def test_a_killed_nsys_fails_the_run(tmp_path: Path, start: Callable[..., Record
     assert names_in(tmp_path / "run") == ["log.txt", "manifest.json"]
 
 
-def test_an_nsys_that_does_not_understand_its_flags_is_quoted(tmp_path: Path, start: Callable[..., Recorded]) -> None:
+def test_an_nsys_that_does_not_understand_its_flags_is_quoted(start: Callable[..., Recorded]) -> None:
     with pytest.raises(ToolError, match=r"nsys did not start the target: unrecognised option '--nope'$"):
         start(saying="", refuses=True)
 

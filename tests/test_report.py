@@ -158,7 +158,7 @@ def test_names_from_a_capture_are_escaped(tmp_path: Path) -> None:
     assert text.count("<script") == text.count("</script>")
 
 
-def test_a_trace_of_cpu_operators_has_a_page(tmp_path: Path) -> None:
+def test_a_trace_of_cpu_operators_has_a_page() -> None:
     text = render_report(open_capture(ROOT / "traces" / "tiny-train-cpu.kineto.json.gz"))
     assert "time: kernels, ranges, steps" not in text
     assert 'id="timeline"' not in text

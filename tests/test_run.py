@@ -140,7 +140,7 @@ def test_the_manifest_and_the_work_of_several_contexts_keep_them_apart(contexts_
         assert work.find((f"context {context}", "backward", "layer 0")) is not None
 
 
-def test_torch_is_never_imported_by_the_launcher(tmp_path: Path) -> None:
+def test_torch_is_never_imported_by_the_launcher() -> None:
     code = (
         "import sys\nsys.path.insert(0, '.')\nimport profkit.cli.run\nfrom profkit.launch import record as module\n"
         "module.require_torch()\n"

@@ -170,7 +170,7 @@ def test_code_to_write_holds_the_argument() -> None:
     assert write_code("threads:4") == "torch.set_num_threads(4)"
 
 
-def test_a_summary_shows_what_a_try_measured_and_ranks_by_it(tmp_path: Path) -> None:
+def test_a_summary_shows_what_a_try_measured_and_ranks_by_it() -> None:
     advice = {"cause": "c", "line": None, "module": None, "change": "x", "after_ns": None, "saves_bytes": None}
     advice |= {"costs": None, "evidence": {}, "proof": "profkit compare RUN NEW"}
     first = Advice(code="a", edit="tf32", saves_ns=Interval(5e5, 6e5, 7e5), **advice)  # type: ignore[arg-type]

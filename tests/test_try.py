@@ -77,8 +77,8 @@ def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launched, "_ENOUGH_S", 0.0)
 
 
-def make_script(place: Path, *, keywords: str = "", epochs: int = 40, before: str = "", after: str = "") -> None:
-    (place / "script.py").write_text(before + SCRIPT.format(keywords=keywords, epochs=epochs) + after)
+def make_script(place: Path, *, keywords: str = "", before: str = "") -> None:
+    (place / "script.py").write_text(before + SCRIPT.format(keywords=keywords, epochs=40))
 
 
 def try_edits(forks: Forks, place: Path, *edits: str, options: tuple[str, ...] = ()) -> dict[str, Any]:

@@ -148,7 +148,7 @@ ANSWERS: dict[str, tuple[ReferenceAllocator, dict[str, Any]]] = {
 }
 
 
-def test_what_other_settings_give(tmp_path: Path) -> None:
+def test_what_other_settings_give() -> None:
     """Where an address is wrong, or the recording began in the middle, there are bounds or ranges alone."""
     shown = {}
     for name, (allocator, how) in ANSWERS.items():

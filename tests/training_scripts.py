@@ -50,11 +50,10 @@ def training_of_ranks(
     at_step: str = "",
     *,
     before: str = "",
-    after: str = "",
     model: str = "nn.Linear(4, 4)",
     batch: str = "torch.ones(2, 4)",
 ) -> str:
     """Return a script as `training` does, of ranks that average their gradients; it knows ``distributed`` too."""
-    parts = {"steps": steps, "at_step": indent(at_step, " " * 4), "before": before, "after": after, "batch": batch}
+    parts = {"steps": steps, "at_step": indent(at_step, " " * 4), "before": before, "after": "", "batch": batch}
     model = f"nn.parallel.DistributedDataParallel({model})"
     return _SCRIPT.format(**parts, model=model, joins=_JOINS, leaves=_LEAVES, seed="distributed.get_rank()")

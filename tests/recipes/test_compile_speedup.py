@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import os
 import signal
@@ -31,6 +30,7 @@ from recipes.compilation.work import (
 from recipes.compile_speedup import RECIPE, choose_cases, main
 from recipes.whole_model.cells import COMPILED, EAGER
 from tests.conftest import ROOT
+from tests.in_process import csv_rows
 
 PHASES = ("forward", "loss", "backward", "optimizer")
 
@@ -236,8 +236,7 @@ def test_a_run_on_a_cpu_compiles_attention_into_one_kernel(tmp_path: Path) -> No
     command = ["--device", "cpu", "-o", str(tmp_path / "out")]
     command += ["--what", "attention", "--passes", "forward", "--seq-len", "64,4194304", "--steps", "5"]
     assert main.main(command, standalone_mode=False) == 0
-    with (tmp_path / "out" / "compile_speedup.csv").open(newline="") as file:
-        eager, compiled, too_large, _ = csv.DictReader(file)
+    eager, compiled, too_large, _ = csv_rows(tmp_path / "out" / "compile_speedup.csv")
     assert list(eager) == list(RECIPE.columns)
     assert (eager["status"], compiled["status"], too_large["status"]) == ("ok", "ok", "not run")
     assert (eager["speedup"], too_large["step_ms"]) == ("", "")

@@ -5,7 +5,6 @@ The figures in tables/ were published with five write-ups of the same experiment
 
 from __future__ import annotations
 
-import csv
 from pathlib import Path
 
 import pytest
@@ -19,6 +18,7 @@ from recipes.detectors.tables import BenchmarkTable, build_table, read_csv, read
 from recipes.detectors.times import differs_at_first
 from recipes.lint_report import main
 from tests.golden import check_text
+from tests.in_process import csv_rows
 
 TABLES = Path(__file__).parent / "tables"
 
@@ -199,9 +199,13 @@ def test_a_mistake_exits_with_3_and_is_written_to_files(tmp_path: Path) -> None:
     done = CliRunner().invoke(main, [str(TABLES / "model_cold.csv"), "-o", str(tmp_path)], standalone_mode=False)
     assert done.return_value == 3
     assert done.stdout.startswith("mistake: negative-time: model_cold.csv: back avg (sec) is -0.00274821")
-    with (tmp_path / "lint_report.csv").open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    assert [row["code"] for row in rows] == ["negative-time", "spread", "spread", "spread", "subtracted"]
+    assert [row["code"] for row in csv_rows(tmp_path / "lint_report.csv")] == [
+        "negative-time",
+        "spread",
+        "spread",
+        "spread",
+        "subtracted",
+    ]
     assert (tmp_path / "lint_report.md").read_text().startswith("| kind | code | table | message |")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import os
 import signal
@@ -22,7 +21,7 @@ from recipes.common.command import exit_with
 from recipes.common.recipe import Together
 from recipes.common.store import Store, open_store
 from tests.conftest import ROOT
-from tests.in_process import manifest_of
+from tests.in_process import csv_rows, manifest_of
 from tests.launched import started, wait_until
 from tests.recipes.counting import main
 
@@ -42,8 +41,7 @@ def _arguments(tmp_path: Path) -> list[str]:
 
 
 def _rows(tmp_path: Path) -> list[dict[str, str]]:
-    with (tmp_path / "out" / "counting.csv").open(newline="") as file:
-        return list(csv.DictReader(file))
+    return csv_rows(tmp_path / "out" / "counting.csv")
 
 
 def _measured(tmp_path: Path) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import shlex
 import subprocess
@@ -22,7 +21,7 @@ from recipes.nsight.measure import ATTENTION, read_row
 from recipes.nsight.report import report, share_without_optimizer, show_commands
 from tests.conftest import ROOT, call_main
 from tests.efficiency_runs import make_small_run
-from tests.in_process import names_in
+from tests.in_process import csv_rows, names_in
 
 if TYPE_CHECKING:
     from tests.forked_scripts import Forks
@@ -215,8 +214,7 @@ def test_the_tables_show_why_a_cell_has_no_figure_and_leave_other_settings_out(s
 def _run(directory: Path, *arguments: str) -> list[dict[str, str]]:
     command = ["--device", "cpu", "-o", str(directory), "--batch", "2", *arguments]
     assert nsight_questions.main.main(command, standalone_mode=False) == 0
-    with (directory / "nsight_questions.csv").open(newline="") as file:
-        return list(csv.DictReader(file))
+    return csv_rows(directory / "nsight_questions.csv")
 
 
 @pytest.fixture

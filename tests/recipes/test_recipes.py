@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import csv
 import json
 import re
 import statistics
@@ -37,7 +36,7 @@ from recipes.model_memory import cells as model_memory
 from recipes.nsight import cells as nsight
 from recipes.whole_model import cells as whole_model
 from tests.conftest import ROOT
-from tests.in_process import manifest_of
+from tests.in_process import csv_rows, manifest_of
 
 RECIPES = ROOT / "recipes"
 SCRIPTS = sorted(path for path in RECIPES.glob("*.py") if path.name != "__init__.py")
@@ -149,8 +148,7 @@ def test_a_run_on_a_cpu_measures_what_fits_and_refuses_what_does_not(name: str, 
     recipe, asked, cells, pictures = RUNS[name]
     command = ["--device", "cpu", "-o", str(tmp_path), *asked.split()]
     assert recipe.main.main(command, standalone_mode=False) == 0
-    with (tmp_path / f"{name}.csv").open(newline="") as file:
-        measured, *_, too_large = csv.DictReader(file)
+    measured, *_, too_large = csv_rows(tmp_path / f"{name}.csv")
     assert list(measured) == list(recipe.RECIPE.columns)
     assert measured.items() >= {"status": "ok", **cells}.items()
     assert too_large["status"] == "not run"
@@ -202,8 +200,7 @@ _FORESEEN = re.compile("^predicted_")
 
 
 def _rows(folder: Path) -> list[dict[str, str]]:
-    with (folder / f"{folder.name}.csv").open(newline="", encoding="utf-8") as file:
-        return list(csv.DictReader(file))
+    return csv_rows(folder / f"{folder.name}.csv")
 
 
 @pytest.mark.parametrize("folder", KEPT, ids=lambda folder: folder.name)
