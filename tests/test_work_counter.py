@@ -435,7 +435,7 @@ def test_a_ctc_loss_is_that_of_numbers_as_without_counting(*, by_name: bool) -> 
             seen.append(str(func))
             super().ended(begun, func, *more)
 
-    counter = Counter()
+    counter, torchs = Counter(), torch.ctc_loss
     counter.start()
     loss = functional.ctc_loss(scores, targets, *(() if by_name else lengths), **given)
     (counted,) = torch.autograd.grad(loss, scores)
@@ -443,6 +443,7 @@ def test_a_ctc_loss_is_that_of_numbers_as_without_counting(*, by_name: bool) -> 
     (plain,) = torch.autograd.grad(functional.ctc_loss(scores, targets, *lengths), scores)
     assert counter.failure is None
     assert counter.content().padding == Padding(positions=3 * 20, in_longest=3 * 20, used=3 * 20)
+    assert torch.ctc_loss is torchs
     assert {"aten._ctc_loss.default", "aten._ctc_loss_backward.default"} <= set(seen)
     assert torch.equal(counted, plain)
 
