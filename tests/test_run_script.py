@@ -338,7 +338,7 @@ def test_the_end_names_what_the_self_check_warns_of(place: Path, run: Start) -> 
     (place / "uneven.py").write_text(uneven)
     done = run("--warmup", "5", "--", sys.executable, "uneven.py", "0.1", "9")
     warned = [one.message for one in read_trace(place / "run").self_check.of("warning")]
-    assert any("per instance" in message for message in warned)
+    assert any("operators each time" in message for message in warned)
     # Which of all warnings has room on a screen depends on how even the steps were.
     assert "\nCare " in done.stdout or "warning" in done.stdout.partition("\nClosed ")[2]
     said = " ".join(run_command("summary", place / "run", "--all").stdout.split())
