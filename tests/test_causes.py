@@ -927,6 +927,11 @@ NAMED: dict[str, Case] = {
     "a tensor of Python's numbers, whose move waits": ("python", made_in_python(), python_numbers("torch.tensor")),
     "the same after no work": ("python", made_in_python(work_before=False), python_numbers("torch.tensor")),
     "a copy from pageable memory": ("pageable-copy", pageable_copy(100), IMAGES),
+    "a copy of what the host converts": (
+        "pageable-copy",
+        pageable_copy(100),
+        IMAGES | {"lines": [replace(line(MS // 2, called="images.float"), waits=1.0, waits_in="….to")]},
+    ),
     # What moving a worker's batch takes is its unpinned memory's; without workers, or pinned, it is Python's.
     "a line that moves a worker's batch, and one beside it": ("python", MOVED, {**IMAGES, "lines": [MOVE, BESIDE]}),
     "a line that moves the program's own batch": ("python", MOVED, {"lines": [MOVE]}),

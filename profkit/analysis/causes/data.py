@@ -42,6 +42,7 @@ _NEARLY = 2.0
 """More workers are the simpler change, as long as the step takes no more than so many times its pace with them."""
 _COLLATING = ("collate.", "fetch.")
 """Files of torch's whose functions get samples one by one, and put them together."""
+_CONVERTING = ("float", "half", "bfloat16", "double", "long", "int", "type")
 _MAKING_SAMPLES = ("__getitem__", "__getitems__", "__iter__", "__next__", "__call__")
 _OF_SINGLE = 0.2
 """What is left of that time where the dataset makes a whole batch at once."""
@@ -322,15 +323,21 @@ def _copies(evidence: Evidence) -> Iterator[Cause]:
     moves = [line for line in evidence.lines if line.file and line.is_move and line.thread == "main"]
     line = max(moves, key=lambda line: (line.time_ns, line.waits), default=None)
     no_wait = [f"no-wait:{line.file}:{line.line}"] if line is not None and round(line.waits) else []
+    change = "DataLoader(…, pin_memory=True) and .to(…, non_blocking=True)"
+    # What is converted on the host lies in memory that is not pinned, whatever the loader does.
+    converting = [one for one in moves if one.method in _CONVERTING]
+    if converting:
+        no_wait = [f"no-host:{one.file}:{one.line}" for one in converting]
+        change += " before it is converted: on the GPU, or in the dataset"
     line = line or _find_fetching(evidence)
     yield Cause(
         code="pageable-copy",
         cause="data is copied from memory that is not pinned",
         detail=f", {name_times(len(calls))}, while the host waits",
         line=None if line is None else source_line(line),
-        change="DataLoader(…, pin_memory=True) and .to(…, non_blocking=True)",
+        change=change,
         changes=edits("pin-memory", *no_wait),
-        edit="pin-memory",
+        edit=None if converting else "pin-memory",
         costs="pinned host memory",
         evidence={"copies": len(calls), "held_ns": held_ns},
     )

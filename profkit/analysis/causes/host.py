@@ -28,7 +28,7 @@ from profkit.analysis.causes.evidence import (
     name_times,
     source_line,
 )
-from profkit.analysis.lines import NEAR
+from profkit.analysis.lines import NEAR, CallTree
 from profkit.analysis.step_replay import LAUNCH
 from profkit.analysis.step_replay.edits import find_pageable_copies
 from profkit.analysis.step_replay.kernel_edits import is_convolution
@@ -153,14 +153,14 @@ def _group_lines(evidence: Evidence) -> Iterator[tuple[Sequence[LineTime], LineT
     limiting = {(line.file, line.line, line.phase): line.time_ns for line in python}
     pauses = _pauses(evidence)
     calls: dict[LineTime | None, list[LineTime]] = {}
-    pausing = []
-    for line in filter(_is_plain(evidence), evidence.lines):
+    pausing, is_plain = [], _is_plain(evidence)
+    for line in filter(is_plain, evidence.lines):
         phase = line.phase or OUTSIDE
         paused_ns = min(limiting.get((line.file or "", line.line, phase), 0), pauses.get(phase, 0))
         if paused_ns >= _COVERED * line.own_ns:
             pausing.append(line)
     for line in pausing:
-        calls.setdefault(_find_call(evidence, line, pausing), []).append(line)
+        calls.setdefault(_find_call(evidence.call_tree, line, pausing, is_plain), []).append(line)
     alone = calls.pop(None, [])
     for call, lines in calls.items():
         assert call is not None
@@ -190,11 +190,13 @@ def _is_plain(evidence: Evidence) -> Callable[[LineTime], bool]:
     return is_plain
 
 
-def _find_call(evidence: Evidence, line: LineTime, pausing: Sequence[LineTime]) -> LineTime | None:
+def _find_call(
+    tree: CallTree, line: LineTime, pausing: Sequence[LineTime], is_plain: Callable[[LineTime], bool]
+) -> LineTime | None:
     """Return the outermost line that had called this one and hardly anything but such lines, None if there is none."""
     found = None
-    for caller in filter(_is_plain(evidence), evidence.call_tree.callers_of(line)):
-        paused_ns = sum(one.own_ns for one in evidence.call_tree.under(caller) if one in pausing)
+    for caller in filter(is_plain, tree.callers_of(line)):
+        paused_ns = sum(one.own_ns for one in tree.under(caller) if one in pausing)
         if paused_ns >= _ALL_PAUSED * caller.own_ns:
             found = caller
     return found
