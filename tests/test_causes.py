@@ -19,7 +19,7 @@ from profkit.analysis.memory.places import PartRow
 from profkit.analysis.opened import OpenedCapture
 from profkit.analysis.ranks.culprit import Culprit
 from profkit.analysis.step_replay.calibrate import AS_RECORDED
-from profkit.analysis.step_replay.kernel_edits import _is_in_fp32
+from profkit.analysis.step_replay.kernel_edits import handles_fp32
 from profkit.analysis.step_replay.limits import Limit, LimitPart, StepLimits
 from profkit.analysis.summarize import summarize_capture
 from profkit.analysis.summary import MemoryUse, StepPart, StepTree, Summary, WorkUse
@@ -1464,7 +1464,7 @@ def test_what_reads_many_values_outside_of_the_passes_is_left_out_with_its_pytho
 
 def test_a_kernel_in_16_bits_or_of_whole_numbers_is_no_faster_in_bf16() -> None:
     names = [ADD, ADD.replace("float", "c10::BFloat16, float"), ADD.replace("float", "c10::Half"), OUTER_SCAN]
-    assert [_is_in_fp32(name) for name in names] == [True, False, False, False]
+    assert [handles_fp32(name) for name in names] == [True, False, False, False]
 
 
 def test_a_function_of_the_dataset_whose_lines_take_a_batch_together_is_what_to_do_once(tmp_path: Path) -> None:

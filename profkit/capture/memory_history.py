@@ -34,6 +34,7 @@ from profkit.capture.hooks.module_calls import Watcher
 from profkit.capture.hooks.module_names import Roots
 from profkit.capture.owners import OwnerLedger, now_us, tensors_at_hand, watch_hooks
 from profkit.capture.patches import call_between, patch, restore
+from profkit.capture.steps.conditions import parameters_of
 from profkit.files import PARTIAL, whole_file
 from profkit.names import FORWARD, MEMORY_TEXT, step_range
 from profkit.run.directory import OWNERS, SNAPSHOT, name_of_rank
@@ -182,7 +183,7 @@ class MemoryRecording(Watcher):
         if not self._notes_steps:
             return
         names = self._roots.parameter_names()
-        parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+        parameters = parameters_of(optimizer)
         owners.note_gradients((names.get(parameter, _OUTSIDE), parameter) for parameter in parameters)
 
     @_harmless

@@ -98,6 +98,11 @@ class LineTime:
         return (self.called or "").rpartition(".")[2]
 
     @property
+    def outer_function(self) -> str:
+        """The function, or that in which a lambda or a generator is written."""
+        return self.function.partition(".<")[0]
+
+    @property
     def is_move(self) -> bool:
         return (self.waits_in or self.called or "").rpartition(".")[2] in ("to", "cuda")
 

@@ -119,12 +119,16 @@ def _between(columns: StepColumns, rows: Iterable[int], kinds: Collection[int]) 
     return sorted(chosen)
 
 
+def _choose_evenly(items: Iterable[int], share: float) -> list[int]:
+    return [item for at, item in enumerate(items) if int((at + 1) * share) > int(at * share)]
+
+
 def drop_some_launches(name: str, choose: Choose, share: By, of_python: By, assumption: str) -> StepChange:
     """Return the change that drops a share of some operations, evenly, with a share of the Python before each."""
 
     def apply(columns: StepColumns, setting: Setting) -> StepColumns:
         chosen, part, python = choose(setting.step), share[setting.world], of_python[setting.world]
-        rows = [row for at, row in enumerate(chosen) if int((at + 1) * part) > int(at * part)]
+        rows = _choose_evenly(chosen, part)
         gap, own = list(columns.gap_ns), list(columns.own_ns)
         for call in (columns.launcher[row] for row in rows):
             gap[call] -= round(python * max(0, gap[call]))
@@ -168,8 +172,7 @@ def spare_in_phase(name: str, phase: str, share: By) -> StepChange:
         gap, own = list(columns.gap_ns), list(columns.own_ns)
         for call, phases in enumerate(setting.step.gap_phases):
             gap[call] -= round(part * min(max(gap[call], 0), phases.get(phase, 0)))
-        launching = columns.launching(calls)
-        gone = [call for at, call in enumerate(launching) if int((at + 1) * part) > int(at * part)]
+        gone = _choose_evenly(columns.launching(calls), part)
         for call in gone:
             own[call] = 0
         return drop_operations(replace(columns, gap_ns=gap, own_ns=own), columns.rows_of(gone))

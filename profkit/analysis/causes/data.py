@@ -252,9 +252,9 @@ def _time_function(evidence: Evidence, line: LineTime) -> tuple[int, str]:
 
     A function that makes the whole sample is no part of it.
     """
-    function = line.function.partition(".<")[0]
+    function = line.outer_function
     own = [one for one in evidence.lines if one.thread == line.thread and one.file == line.file]
-    time_ns = sum(one.time_ns for one in own if one.function.partition(".<")[0] == function)
+    time_ns = sum(one.time_ns for one in own if one.outer_function == function)
     if 2 * line.time_ns > time_ns or function.rpartition(".")[2] in _MAKING_SAMPLES:
         return line.time_ns, line.called or "it"
     return time_ns, f"what {function} does"

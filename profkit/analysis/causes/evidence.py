@@ -397,7 +397,7 @@ class Evidence:
             return one.phase is None and key in begins and begins[key] <= one.line <= ends.get(key, one.line)
 
         calls = {one.method for one in self.facts.callers if is_between(one)}
-        return is_between(line) or line.function.partition(".<")[0].rpartition(".")[2] in calls
+        return is_between(line) or line.outer_function.rpartition(".")[2] in calls
 
     @cached_property
     def trainer_lines(self) -> frozenset[tuple[str | None, int]]:

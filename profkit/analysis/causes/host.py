@@ -228,7 +228,7 @@ def group_nearby(lines: Iterable[LineTime]) -> Iterator[Sequence[LineTime]]:
     """Yield the lines of one phase and function, with what is written within it, that stand together."""
     groups: defaultdict[tuple[str, str, str | None], list[LineTime]] = defaultdict(list)
     for line in lines:
-        groups[line.file or "", line.function.partition(".<")[0], line.phase].append(line)
+        groups[line.file or "", line.outer_function, line.phase].append(line)
     for group in groups.values():
         ordered = sorted(group, key=lambda line: line.line)
         starts = [at for at, line in enumerate(ordered) if not at or line.line - ordered[at - 1].line > NEAR]

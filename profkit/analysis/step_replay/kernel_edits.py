@@ -257,7 +257,7 @@ def compute_in_bf16(columns: StepColumns, setting: Setting, inside: Collection[i
     simple = {row for row in products if product_dtype(setting.name(columns, row)) == "fp32"}
     large = [row for row in simple if columns.duration_ns[row] > _LARGE_NS]
     attention = rows_where(lambda _, category: category == "attention")
-    others = rows_where(lambda name, category: category not in ("gemm", "attention", *_LINKS) and _is_in_fp32(name))
+    others = rows_where(lambda name, category: category not in ("gemm", "attention", *_LINKS) and handles_fp32(name))
     gap = [
         round(time_ns * _CASTS[setting.world]) if call in inside and time_ns > 0 else time_ns
         for call, time_ns in enumerate(columns.gap_ns)
@@ -274,7 +274,7 @@ def compute_in_bf16(columns: StepColumns, setting: Setting, inside: Collection[i
     return columns
 
 
-def _is_in_fp32(name: str) -> bool:
+def handles_fp32(name: str) -> bool:
     """Return whether a kernel handles numbers in fp32: not whole ones, nor those that are in 16 bits already."""
     return _FP32.search(name) is not None and _IN_16_BITS.search(name) is None
 

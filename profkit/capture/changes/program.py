@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from profkit.capture.changes import NO_CALL, NO_GPU, Change, count, is_convolution, is_training_call
 from profkit.capture.hooks.backward_nodes import running_graph
 from profkit.capture.patches import Function, patch
-from profkit.capture.steps.conditions import count_compiled_graphs
+from profkit.capture.steps.conditions import count_compiled_graphs, parameters_of
 from profkit.run.edits import read_factor
 
 
@@ -266,7 +266,7 @@ class OptimizerKeyword(Change):
     def optimizer_begins(self, optimizer: Optimizer) -> None:
         self._used.add(optimizer)
         self._steps += 1
-        parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+        parameters = parameters_of(optimizer)
         if self.argument == "foreach" and self._is_left_to_torch and all(each.is_cuda for each in parameters):
             self.refuse("torch does so already on a GPU, where a script says nothing")
         if self._steps == _WATCHED_STEP:

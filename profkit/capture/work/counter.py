@@ -163,12 +163,9 @@ class WorkCounter(OperatorMode, RangeObserver):
     def model_called(self, kwargs: dict[str, Any]) -> None:
         """A module is called: see by its mask of (samples, positions) how much is padding, without a wait."""
         mask = kwargs.get("attention_mask")
-        if (
-            isinstance(mask, torch.Tensor)
-            and mask.dim() == len(("samples", "positions"))
-            and not mask.is_floating_point()
-        ):
-            self._note_padding(lambda: _read_mask(mask))
+        if not isinstance(mask, torch.Tensor) or mask.dim() != 2 or mask.is_floating_point():
+            return
+        self._note_padding(lambda: _read_mask(mask))
 
     def _note_padding(self, read: Callable[[], tuple[int, torch.Tensor]]) -> None:
         self._looks_at_padding = True
