@@ -1125,7 +1125,7 @@ WITHOUT: dict[str, tuple[float, float | None]] = {
     "memory that is asked to be filled": (with_fills(100).lengths[0] - 100 * 5_000, None),
     "gradients that are filled one by one": (zeroed_gradients(6).lengths[0] - 6 * 400_000, 0.05),
     "small kernels": (160 * 40_000 * 1.65, 0.05),
-    "small kernels beside a loss": (SMALL_BESIDE_LOSS.lengths[0] - 0.35 * 10 * 40_000, 0.02),
+    "small kernels beside a loss": (SMALL_BESIDE_LOSS.lengths[0] - 0.42 * 10 * 40_000, 0.02),
     "garbage in every step": (20 * 51_000 + 20_000, 0.05),
     "garbage in most steps": (20 * 51_000 + 20_000, 0.05),
     "a step that compiles every time": (20 * 51_000 + 20_000, 0.05),
