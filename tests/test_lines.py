@@ -524,13 +524,24 @@ def test_what_a_line_calls_where_it_waits_is_known_beside_what_takes_its_time() 
     assert (row.called, row.waits_in, row.time_ns, row.waits) == ("convert", "move", 400, 2)
 
 
-def test_enough_steps_are_a_second_and_three_or_sixty() -> None:
+@pytest.mark.parametrize(
+    ("took_ms", "needed"),
+    [
+        ([1000], FEWEST_STEPS),
+        ([30], MOST_STEPS),
+        ([50], 40),
+        ([50] * 38 + [5000] + [50] * 10 + [5000, 50], 50),
+        ([50] * 10 + [5000] + [50] * 60, MOST_STEPS),
+        ([5000, 50], 40),
+    ],
+)
+def test_lines_are_looked_for_until_steps_took_two_seconds_and_a_rare_one_came_twice(
+    took_ms: list[int], needed: int
+) -> None:
     recorder = LineRecorder(lambda: None)
-    recorder._start_ns = time.perf_counter_ns() - 10**10
-    assert [recorder.step_ended({}) for _ in range(FEWEST_STEPS)] == [False, False, True]
-    recorder = LineRecorder(lambda: None)
-    recorder._start_ns = time.perf_counter_ns() + 10**12
-    assert [recorder.step_ended({}) for _ in range(MOST_STEPS)] == [False] * (MOST_STEPS - 1) + [True]
+    took_ms = took_ms + took_ms[-1:] * MOST_STEPS
+    ended = [recorder.step_ended({"step_ns": time_ms * 10**6}) for time_ms in took_ms]
+    assert ended.index(True) + 1 == needed
 
 
 class _Numbers(Dataset[Any]):

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from pathlib import Path
+from statistics import median
 from time import perf_counter_ns, process_time_ns, sleep
 from typing import Any
 
@@ -31,7 +32,9 @@ from profkit.run.recording import lines_flag
 
 FEWEST_STEPS = 3
 MOST_STEPS = 60
-ENOUGH_NS = 1_000_000_000
+ENOUGH_NS = 2_000_000_000
+_LONG = 2.0
+"""A step of so many times the median one is a rare one."""
 
 
 class LineRecorder:
@@ -44,7 +47,6 @@ class LineRecorder:
         self._main = threading.get_ident()
         self._workers = workers
         self._steps: list[dict[str, int]] = []
-        self._start_ns = 0
 
     def _phase_here(self) -> tuple[str | None, Thread]:
         """Return the phase and the kind of the calling thread; phases are those of the thread that trains."""
@@ -55,7 +57,6 @@ class LineRecorder:
         self._waits.start()
         if self._workers is not None:
             self._workers.start()
-        self._start_ns = perf_counter_ns()
         self._sampler.start()
 
     def backward_begins(self) -> None:
@@ -65,8 +66,14 @@ class LineRecorder:
         """Note a step's times (`profkit.run.samples`); return whether there are enough steps."""
         self._sampler.step_ended()
         self._steps.append(times)
-        elapsed_ns = perf_counter_ns() - self._start_ns
-        return len(self._steps) >= (FEWEST_STEPS if elapsed_ns >= ENOUGH_NS else MOST_STEPS)
+        return len(self._steps) >= (FEWEST_STEPS if self._has_enough() else MOST_STEPS)
+
+    def _has_enough(self) -> bool:
+        """Whether usual steps took long enough, and of rare ones there is none, or a second that says how often."""
+        took_ns = [step["step_ns"] for step in self._steps]
+        usual_ns = median(took_ns)
+        rare = sum(time_ns > _LONG * usual_ns for time_ns in took_ns[1:])
+        return len(took_ns) * usual_ns >= ENOUGH_NS and rare != 1
 
     def forget(self) -> None:
         """Leave Python as it was in this process, a forked copy in which nobody samples."""
