@@ -524,13 +524,17 @@ def stacks_samples(function: str) -> tuple[Program, dict[str, Any]]:
     return program, {**given, "lines": [*given["lines"], librarys]}
 
 
-def waits_in_bursts(batch_ns: int, *work: Action, workers: int = 4) -> tuple[Program, dict[str, Any]]:
-    """Return steps of which none that was recorded waits for the workers, and one of ten that were not for them all."""
+def waits_in_bursts(batch_ns: int, *work: Action, workers: int = 4, every: int = 10) -> tuple[Program, dict[str, Any]]:
+    """Return steps of which none that was recorded waits for the workers, and one of so many others for them all."""
     program, given = with_workers(50_000, 64, batch_ns, *work, workers=workers)
     step_ns, loader = program.lengths[1], {"batches": 50, "batch_ns": batch_ns, "batch_cpu_ns": batch_ns}
     usual = {"step_ns": step_ns, "data_ns": 50_000, "forward_event_ns": step_ns - 70_000, "forward_host_ns": step_ns}
     waiting = {**usual, "step_ns": step_ns + BURST_NS, "data_ns": BURST_NS + step_ns // 2}
-    return program, {**given, "loader": loader, "attached": {"steps": [*[usual] * 9, waiting]}}
+    return program, {
+        **given,
+        "loader": loader,
+        "attached": {"steps": [*[usual] * (every - 1), waiting] * (10 // every)},
+    }
 
 
 def restarts(start_ns: int, batches: int = 10) -> tuple[Program, dict[str, Any]]:
@@ -949,6 +953,7 @@ NAMED: dict[str, Case] = {
     },
     # Four workers that take 20 ms for a batch are too slow for 5 ms; those that take 4 ms are late for another reason.
     "workers that are waited for in bursts": ("loader", *BURSTS),
+    "workers that every other step waits for": ("loader", *waits_in_bursts(20 * MS, *IN_FP32, every=2)),
     "workers that are started anew": ("loader", *restarts(BURST_NS)),
     "workers that a full queue hides": ("loader", *with_workers(0, 64, 20 * MS, launch(NVJET, 2 * MS), wait)),
     "a line of the dataset, and no CPUs for more workers": ("loader", *slow_dataset(3 * MS, 15 * MS)),

@@ -54,7 +54,7 @@ from profkit.analysis.step_replay.replay import (
 )
 from profkit.analysis.time_account.account import TimeAccount, share_out
 from profkit.analysis.time_account.gpu_time import is_data_wait
-from profkit.analysis.time_account.step_times import StepTimes
+from profkit.analysis.time_account.step_times import StepTimes, summarize_samples
 from profkit.analysis.time_account.steps import measured_ranges
 from profkit.analysis.tree.modules import Place, places_of_ranges
 from profkit.names import DATA, STEP
@@ -420,9 +420,15 @@ def _unprofiled_phases(account: TimeAccount) -> tuple[dict[str, int], int]:
 
 
 def find_spread(account: TimeAccount) -> int:
-    """Return by how much the unprofiled steps differ, 0 where none was timed."""
+    """Return by how much the unprofiled steps differ without their waits for data, 0 where none was timed.
+
+    Workers deliver in bursts: one step waits for all, and the next ones do not.
+    """
     step = None if account.timed is None else account.timed.find(STEP, None)
-    return 0 if step is None else round(max(step.usual.median_absolute_deviation, _LEAST_SPREAD * step.clean_ns))
+    if step is None:
+        return 0
+    rest = summarize_samples(step.unprofiled.rest_ns[step.unprofiled.counted])
+    return round(max(rest.median_absolute_deviation, _LEAST_SPREAD * step.clean_ns))
 
 
 def find_variation(account: TimeAccount) -> float:
