@@ -22,7 +22,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from profkit.analysis.lines import RareSteps, choose_lines, find_lines
+from profkit.analysis.lines import RareSteps, choose_lines, find_lines, find_rare_steps
 from profkit.analysis.summarize import summarize_capture
 from profkit.analysis.time_account.step_times import summarize_step_times
 from profkit.capture import line_samples, lines
@@ -542,6 +542,36 @@ def test_lines_are_looked_for_until_steps_took_two_seconds_and_a_rare_one_came_t
     took_ms = took_ms + took_ms[-1:] * MOST_STEPS
     ended = [recorder.step_ended({"step_ns": time_ms * 10**6}) for time_ms in took_ms]
     assert ended.index(True) + 1 == needed
+
+
+def _record(took_ms: list[int]) -> RunLines:
+    """Return the lines of steps in which one line runs every time, and another one in long steps."""
+    stacks = [find_stack(sys._getframe())]
+    stacks += [find_stack(sys._getframe())]
+    recorder = LineRecorder(lambda: None)
+    for time_ms in took_ms:
+        for stack, share in zip(stacks, (50, time_ms - 50), strict=True):
+            if share:
+                recorder._sampler._step[stack, None, "main"] = share * 10**6
+                recorder._sampler.samples[stack, None, "main"] += share
+        recorder.step_ended({"step_ns": time_ms * 10**6})
+    found = recorder.stop()
+    assert found is not None
+    return found
+
+
+def test_a_first_rare_step_that_took_far_longer_than_the_next_is_left_out() -> None:
+    once = [*[50] * 7, 5000]
+    found = _record([*once, *[50] * 9, 400, *[50] * 4])
+    assert found.steps.is_after_rare
+    assert [step["step_ns"] // 10**6 for step in found.steps.steps] == [*[50] * 9, 400, *[50] * 4]
+    assert [(line.samples, line.time_ns) for line in found.lines] == [(14 * 50, 50 * 10**6), (350, 25 * 10**6)]
+    rare = find_rare_steps(found)
+    assert rare is not None
+    assert (rare.every, rare.longer_ns, rare.lines_ns) == (10, 350 * 10**6, 350 * 10**6)
+    # Without another one it stays, and so it does beside one that takes as long.
+    assert not _record(once).steps.is_after_rare
+    assert not _record([*once, *[50] * 9, 4000]).steps.is_after_rare
 
 
 class _Numbers(Dataset[Any]):

@@ -137,12 +137,13 @@ def find_rare_steps(found: RunLines, timed: Sequence[Mapping[str, int]] = ()) ->
 
     How long they are, and why, show those in which lines were looked for. How many there are show the ``timed``, too.
 
-    Waits for data are part of the typical step, which has their mean. The first step counts for none: looking for lines
-    began in it. A line that runs in rare steps alone has the standard error that so few of so many steps give it.
+    Waits for data are part of the typical step, which has their mean. The first step counts for none, if looking for
+    lines began in it. A line that runs in rare steps alone has the standard error that so few of so many steps give it.
     """
     times = [step[f"{STEP}_ns"] - step.get(f"{DATA}_ns", 0) for step in found.steps.steps]
     usual_ns = median(times) if times else 0
-    rare = [at for at, is_rare in enumerate(mark_rare_steps(found.steps.steps)) if at and is_rare]
+    marked = enumerate(mark_rare_steps(found.steps.steps))
+    rare = [at for at, is_rare in marked if is_rare and (at or found.steps.is_after_rare)]
     longer_ns = sum(times[at] - usual_ns for at in rare)
     if not rare or longer_ns < _LEAST_LONGER * sum(times):
         return None
@@ -158,7 +159,7 @@ def find_rare_steps(found: RunLines, timed: Sequence[Mapping[str, int]] = ()) ->
     # One alone may be a pause of the machine's, unless a line shows what ran in it.
     if len(rare) == 1 and sum(line.time_ns for line in innermost) * len(times) < _COVERED * longer_ns:
         return None
-    apart = {later - earlier for earlier, later in pairwise(rare)}
+    apart = {later - earlier for earlier, later in pairwise([*[-1] * found.steps.is_after_rare, *rare])}
     every = apart.pop() if len(apart) == 1 else None
     together = [] if line is None or line.is_caller else [each for each in innermost if _is_near(each, line)]
     lines_ns = sum(each.time_ns for each in together) if line is None or together else line.time_ns

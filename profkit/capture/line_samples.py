@@ -240,6 +240,16 @@ class StackSampler:
             times.append(time_ns)
         self._steps += 1
 
+    def leave_out(self, steps: int) -> None:
+        """Forget the times of the first steps."""
+        kept = {key: times[steps:] for key, times in self.times.items()}
+        self.times = {key: times for key, times in kept.items() if any(times)}
+
+    def copy_counts(self, counts: tuple[dict[Any, int], ...]) -> tuple[dict[Any, int], ...]:
+        """Return copies while no sample is added."""
+        with self._lock:
+            return tuple(map(dict, counts))
+
     def stop(self) -> None:
         """End; what was seen since the last step's end is dropped."""
         if self._thread is None:

@@ -47,6 +47,8 @@ class LineRecorder:
         self._main = threading.get_ident()
         self._workers = workers
         self._steps: list[dict[str, int]] = []
+        self._until_rare: tuple[int, tuple[dict[Any, int], ...]] | None = None
+        """How many steps there were with the first rare one, and what had been counted."""
 
     def _phase_here(self) -> tuple[str | None, Thread]:
         """Return the phase and the kind of the calling thread; phases are those of the thread that trains."""
@@ -66,14 +68,41 @@ class LineRecorder:
         """Note a step's times (`profkit.run.samples`); return whether there are enough steps."""
         self._sampler.step_ended()
         self._steps.append(times)
-        return len(self._steps) >= (FEWEST_STEPS if self._has_enough() else MOST_STEPS)
+        rare = self._find_rare()
+        if rare and self._until_rare is None:
+            self._until_rare = len(self._steps), self._sampler.copy_counts(self._counts())
+        usual_ns = len(self._steps) * median(step["step_ns"] for step in self._steps)
+        # One rare step does not say how often they come.
+        has_enough = usual_ns >= ENOUGH_NS and len(rare) != 1
+        return len(self._steps) >= (FEWEST_STEPS if has_enough else MOST_STEPS)
 
-    def _has_enough(self) -> bool:
-        """Whether usual steps took long enough, and of rare ones there is none, or a second that says how often."""
+    def _find_rare(self) -> list[int]:
+        """Return which steps took far longer than most; looking for lines began in the first, which counts for none."""
+        usual_ns = median(step["step_ns"] for step in self._steps)
+        return [at for at, step in enumerate(self._steps) if at and step["step_ns"] > _LONG * usual_ns]
+
+    def _counts(self) -> tuple[dict[Any, int], ...]:
+        sampler, waits = self._sampler, self._waits
+        return sampler.samples, sampler.unlocked_at, sampler.inside, waits.counts, waits.inside
+
+    def _leave_out_first_rare(self) -> bool:
+        """Leave out the steps up to a rare one that took far longer than those that came later; return whether it did.
+
+        An evaluation for the first time allocates its memory, and has cuDNN choose its kernels.
+        """
+        first, *later = self._find_rare() or [0]
         took_ns = [step["step_ns"] for step in self._steps]
-        usual_ns = median(took_ns)
-        rare = sum(time_ns > _LONG * usual_ns for time_ns in took_ns[1:])
-        return len(took_ns) * usual_ns >= ENOUGH_NS and rare != 1
+        steps, counted = self._until_rare or (0, ())
+        if steps != first + 1 or not later or took_ns[first] < _LONG * max(took_ns[at] for at in later):
+            return False
+        self._steps = self._steps[steps:]
+        self._sampler.leave_out(steps)
+        for counts, before in zip(self._counts(), counted, strict=True):
+            for key, count in before.items():
+                counts[key] -= count
+                if not counts[key]:
+                    del counts[key]
+        return True
 
     def forget(self) -> None:
         """Leave Python as it was in this process, a forked copy in which nobody samples."""
@@ -88,6 +117,7 @@ class LineRecorder:
             of_workers = None if self._workers is None else self._workers.stop()
         if not self._steps:
             return None
+        is_after_rare = self._leave_out_first_rare()
         rows = _merge(self._sampler, self._waits, len(self._steps))
         of_workers = of_workers or OfWorkers()
         rows += of_workers.lines
@@ -98,6 +128,7 @@ class LineRecorder:
             of_workers.batch_ns,
             self._waits.unknown,
             batch_cpu_ns=of_workers.batch_cpu_ns or None,
+            is_after_rare=is_after_rare,
         )
         return split_lines(steps, rows)
 
