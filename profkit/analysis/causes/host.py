@@ -260,7 +260,13 @@ def _rare_steps(evidence: Evidence) -> Iterator[Cause]:
         line=source_line(rare.line),
         change=change,
         answer=evidence.typical_instead_of(mean_ns, mean_ns - saved_ns),
-        evidence={"longer_ns": rare.longer_ns, "every": every, "lines_ns": rare.lines_ns, MEAN_STEP: mean_ns},
+        evidence={
+            "longer_ns": rare.longer_ns,
+            "every": every,
+            "lines_ns": rare.lines_ns,
+            MEAN_STEP: mean_ns,
+            **({} if rare.every else {"of_steps": rare.of}),
+        },
     )
 
 

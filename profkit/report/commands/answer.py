@@ -92,7 +92,10 @@ def describe_answer(summary: Summary, advice: AdviceResult) -> str:
 
 def name_other_step(advice: Advice) -> str:
     """Return which step a Try makes shorter that is not the typical one, as the end of its time."""
-    return "on average" if MEAN_STEP in advice.evidence else "once the queue of its workers is empty"
+    if MEAN_STEP not in advice.evidence:
+        return "once the queue of its workers is empty"
+    seen = advice.evidence.get("of_steps")
+    return f"on average of {seen} steps" if seen else "on average"
 
 
 def _describe_cause(advice: Advice) -> str:
