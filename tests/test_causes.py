@@ -279,6 +279,12 @@ def works(*lines: tuple[str, str, int, int], **more: Any) -> dict[str, Any]:
     }
 
 
+def masks(causal: int = 0, empty: int = 0) -> dict[str, Any]:
+    """Return a counted step in which four calls of attention are given masks, so many of them without need."""
+    given = {"module": "h.*.attn", "calls": 4, "causal": causal, "empty": empty}
+    return works(("h.*/h.*.attn", "_scaled_dot_product_flash_attention", 50, MIB), given_masks=[given])
+
+
 def pageable_copy(kernels: int) -> Program:
     phases = [within(phase, launch(NVJET, 2_000, times)) for phase, times in (("forward", 100), ("backward", kernels))]
     return equal_steps(phases[0], copy(MS // 2), phases[1], wait)
@@ -838,6 +844,8 @@ NEARLY: list[Case] = [
     ("sizes", products(SIMT), {}),
     ("attention", blocks("attn", (NVJET, 100_000), (FLASH, 100_000)), {}),
     ("attention", blocks("gate", (NVJET, 100_000), (SOFTMAX, 100_000)), {}),
+    # Some calls are given a mask that hides more.
+    ("attention", blocks("attn", (FLASH, 500_000)), masks(causal=3)),
     # Gathering and scattering take as long in compiled code.
     ("compile", small_kernels(SCATTER), {}),
     ("anomaly", backward_that_waits(), {"conditions": {"anomaly_detection": False}}),
@@ -1028,6 +1036,8 @@ NAMED: dict[str, Case] = {
     "products of odd sizes": ("sizes", products(MISALIGNED), {}),
     **{f"padded products {said}": ("sizes", *counted_products(*how)) for said, how in PADDED.items()},
     "attention that is written out": ("attention", blocks("attn", *WRITTEN_OUT), {}),
+    "attention with a causal mask": ("attention", blocks("attn", (FLASH, 500_000)), masks(causal=4)),
+    "attention with a mask that hides nothing": ("attention", blocks("attn", (FLASH, 500_000)), masks(empty=4)),
     "two long steps of ten hide no cause": ("zero-grad", *zeroed([1.0] * 8 + [1.6, 3.0])),
     **{
         f"a chain in a module: {kind}": (kind.split()[-1], blocks("act", *kernels), {})

@@ -42,7 +42,7 @@ from profkit.models import (  # noqa: E402
 )
 from profkit.models.transformer import TransformerLM  # noqa: E402
 from profkit.run.recording import Order  # noqa: E402
-from profkit.run.work import DenseTable, IndependentCalls, Padding, UnreadGradients, read_work  # noqa: E402
+from profkit.run.work import DenseTable, GivenMask, IndependentCalls, Padding, UnreadGradients, read_work  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
@@ -288,6 +288,39 @@ def test_padding_is_what_no_sample_of_a_batch_reaches() -> None:
     assert content["padding"] == {"positions": 8 + 6, "in_longest": 4 + 3, "used": 3 + 3}
     assert {"any", "ne", "sum", "stack"}.isdisjoint(line["operator"] for line in content["lines"])
     assert _count(lambda: None)["",]["padding"] is None
+
+
+def test_masks_of_attention_are_causal_or_empty_or_needed() -> None:
+    """As what is seen, or as numbers that are added, of one batch or all; looking does no work that counts."""
+    causal = torch.ones(6, 6, dtype=torch.bool).tril()
+    least = torch.finfo(torch.float32).min
+    padded = causal.expand(2, 1, 6, 6).clone()
+    padded[1, ..., 4:] = False
+    cases = {
+        "causal": [causal, causal.expand(2, 3, 6, 6), torch.zeros(6, 6).masked_fill(~causal, least)],
+        "empty": [torch.zeros(6, 6), torch.ones(2, 1, 6, 6, dtype=torch.bool)],
+        "needed": [padded, torch.zeros(6, 6).masked_fill(~causal, -1.0), torch.ones(6, 6).masked_fill(~causal, least)],
+        "none": [None],
+    }
+    query = torch.randn(2, 3, 6, 8, requires_grad=True)
+
+    def attend() -> None:
+        for name, masks in cases.items():
+            with annotate(name):
+                for mask in masks:
+                    functional.scaled_dot_product_attention(query, query, query, mask).sum().backward()
+
+    counter = WorkCounter()
+    counter.start()
+    attend()
+    counter.stop()
+    assert counter.failure is None
+    assert counter.content().given_masks == (
+        GivenMask("causal", calls=3, causal=3, empty=0),
+        GivenMask("empty", calls=2, causal=0, empty=2),
+        GivenMask("needed", calls=3, causal=0, empty=0),
+    )
+    assert {"tril", "le", "all"}.isdisjoint(line.operator for line in counter.content().lines)
 
 
 def test_a_range_that_was_open_before_counting_closes_without_harm() -> None:

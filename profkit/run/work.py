@@ -116,6 +116,19 @@ class Padding:
 
 
 @dataclass(frozen=True)
+class GivenMask:
+    """The masks that modules of one kind gave to so many ``calls`` of fused attention in a step.
+
+    ``causal`` of them hide what ``is_causal`` hides and nothing else, ``empty`` hide nothing.
+    """
+
+    module: RangeName
+    calls: int
+    causal: int
+    empty: int
+
+
+@dataclass(frozen=True)
 class UnreadGradients:
     """Modules of one kind (``*`` for their numbers) and the gradients in them that no optimizer reads.
 
@@ -166,8 +179,8 @@ class RunWork:
     ``dtype`` is the one in which most of the FLOPs are done, None where there are none; ``model_flops`` those that the
     model asks for in a step, forward and backward, whatever is computed again: what MFU counts (Chowdhery et al. 2022,
     appendix B). ``missing`` names operators without a formula. Files of before December 2026 have no ``lines``,
-    ``unread_gradients``, ``tables``, ``independent_calls`` and ``optimizer_steps``, how many optimizers' steps the
-    counted one had, and no ``padding``: None where no call had a mask.
+    ``unread_gradients``, ``tables``, ``independent_calls``, ``given_masks`` and ``optimizer_steps``, how many steps of
+    optimizers the counted one had, and no ``padding``: None where no call had a mask.
     """
 
     version: int
@@ -182,6 +195,7 @@ class RunWork:
     tables: tuple[DenseTable, ...] = ()
     independent_calls: tuple[IndependentCalls, ...] = ()
     optimizer_steps: int = 0
+    given_masks: tuple[GivenMask, ...] = ()
 
     def find(self, path: tuple[str, ...]) -> RangeWork | None:
         return next((work for work in self.ranges if work.path == path), None)

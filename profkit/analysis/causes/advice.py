@@ -57,7 +57,7 @@ _OPERATORS: dict[str, Callable[[OperatorLine], float]] = {
     **dict.fromkeys(("loop", "chain"), lambda line: line.count),
     "sizes": lambda line: line.flops,
     "autocast": lambda line: line.flops * (line.dtype == "float32"),
-    "attention": lambda line: line.bytes * ("softmax" in line.operator),
+    "attention": lambda line: line.bytes * ("softmax" in line.operator or "dot_product" in line.operator),
     "cross-entropy": lambda line: line.bytes * (line.operator.strip("_") in _OF_LOSSES),
     "float64": lambda line: line.bytes * (line.dtype == "float64"),
     "sort": lambda line: line.bytes * (line.operator == "randperm"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import takewhile
 
 from profkit.analysis.causes.changes import (
@@ -28,7 +28,7 @@ from profkit.analysis.kernels import product_dtype
 from profkit.analysis.step_replay.kernel_edits import is_convolution, is_recurrent
 from profkit.analysis.step_replay.steps import ReplayedStep
 from profkit.analysis.summary import PRODUCTS, SMALL
-from profkit.names import BACKWARD, OPTIMIZER
+from profkit.names import BACKWARD, OPTIMIZER, kind_of
 
 _ALIGNED: By = {"least": 0.15, "expected": 0.45, "most": 0.8}
 """What products of other sizes take of the time of misaligned ones, where their FLOPs are unknown."""
@@ -58,6 +58,9 @@ _IN_FP32: By = {"least": 0.1, "expected": 0.5, "most": 0.8}
 _FUSED_IN_HALF: By = {"least": 0.5, "expected": 0.9, "most": 1.5}
 _FUSED_IN_FP32: By = {"least": 1.2, "expected": 1.8, "most": 2.5}
 """What fused attention takes of the time of its two products: in fp32 there is no flash kernel."""
+_CAUSAL: By = {"least": 0.25, "expected": 0.4, "most": 0.65}
+"""What fused attention takes that skips hidden keys, of its time with a mask; cuDNN's on an H200 0.38 and 0.41."""
+_UNMASKED: By = {"least": 0.5, "expected": 0.8, "most": 0.95}
 _HARDLY_ANY = 0.05
 
 
@@ -364,6 +367,28 @@ def attention_modules(evidence: Evidence) -> frozenset[str]:
     return frozenset(module for module, operations in own.items() if _is_attention(operations))
 
 
+def _needless_masks(evidence: Evidence) -> Iterator[Cause]:
+    """Fused attention is given a mask that hides what ``is_causal`` hides, or nothing: it reads it and skips no key."""
+    masks = () if evidence.work is None else evidence.work.given_masks
+    for is_causal, share in ((True, _CAUSAL), (False, _UNMASKED)):
+        modules = {mask.module for mask in masks if mask.calls == (mask.causal if is_causal else mask.empty)}
+
+        def chooses(one: Operation, modules: Collection[str] = modules) -> bool:
+            return one.category == "attention" and kind_of(one.module or "") in modules
+
+        kernels = [one for one in evidence.kernels if chooses(one)]
+        if kernels:
+            yield Cause(
+                code="attention",
+                cause=f"attention reads a mask that {'is causal' if is_causal else 'hides nothing'}",
+                detail=f", in {len(kernels)} kernels a step",
+                module=_busiest(kernels),
+                change=f"F.scaled_dot_product_attention(…{', is_causal=True' * is_causal}) without attn_mask",
+                changes=[scale_operations("no mask", evidence.choose(chooses), share, "how fast attention is")],
+                evidence={"kernels": len(kernels), "time_ns": sum(one.duration_ns for one in kernels)},
+            )
+
+
 def _layout_conversions(evidence: Evidence) -> Iterator[Cause]:
     """Convolutions whose kernels want another order of the axes than the tensors have."""
     kernels = [one for one in evidence.kernels if _CONVERTS.search(one.name)]
@@ -439,6 +464,7 @@ KERNELS = (
     _outer_scans,
     _misaligned_products,
     _written_attention,
+    _needless_masks,
     _layout_conversions,
     _undone_layouts,
 )

@@ -34,6 +34,7 @@ from profkit.capture.patches import patch, restore
 from profkit.capture.steps.conditions import count_compiled_graphs
 from profkit.capture.work import Instance, Products, WorkAccount, summarize_work
 from profkit.capture.work.gradients import GradientFlow, GradientsApart, Parameters, RangeOf
+from profkit.capture.work.masks import Masks
 from profkit.capture.work.operator_work import (
     Buffers,
     GraphPart,
@@ -57,7 +58,7 @@ from profkit.names import (
     read_launch_range,
 )
 from profkit.run.compiled_code import Launch
-from profkit.run.work import FUSED, DenseTable, OperatorLine, Padding, RunWork, UnreadGradients
+from profkit.run.work import FUSED, DenseTable, OperatorLine, RunWork, UnreadGradients
 
 _CTC_LOSS = "torch.ctc_loss"
 _OF_BATCH = 3
@@ -65,6 +66,7 @@ _OF_BATCH = 3
 _COMPILED = "compiled code"
 _REPLAY = "replayed CUDA graphs"
 _DENSE_GRADIENTS = ("embedding_dense_backward", "_embedding_bag_dense_backward")
+_FUSED_ATTENTION = re.compile(r"_scaled_dot_product_\w*?attention(_for_cpu)?")
 _STEP = re.compile(rf"{STEP} \d+|{WARMUP}|{COUNTED}")
 
 _OperatorPlace = tuple[tuple[str, ...], str, str, Place]
@@ -129,8 +131,8 @@ class WorkCounter(OperatorMode, RangeObserver):
         self._buffers: Buffers = {}
         self._missing: set[str] = set()
         self._lines: dict[_OperatorPlace, Counter[str]] = {}
-        self._padding: list[tuple[int, torch.Tensor]] = []
-        self._looks_at_padding = False
+        self._masks = Masks()
+        self._looks_at_masks = False
         self._tables: dict[tuple[str, tuple[int, ...]], Counter[str]] = {}
         self._shared_shapes: set[tuple[int, ...]] = set()
         self._unread: dict[str, UnreadGradients] = {}
@@ -165,16 +167,16 @@ class WorkCounter(OperatorMode, RangeObserver):
         mask = kwargs.get("attention_mask")
         if not isinstance(mask, torch.Tensor) or mask.dim() != 2 or mask.is_floating_point():
             return
-        self._note_padding(lambda: _read_mask(mask))
+        self._look_at_masks(lambda masks: masks.add_samples(mask))
 
-    def _note_padding(self, read: Callable[[], tuple[int, torch.Tensor]]) -> None:
-        self._looks_at_padding = True
+    def _look_at_masks(self, add: Callable[[Masks], None]) -> None:
+        self._looks_at_masks = True
         try:
-            self._padding.append(read())
+            add(self._masks)
         except Exception as error:  # the program goes on
-            self.failure = f"looking at padding failed ({describe_error(error)})"
+            self.failure = f"looking at masks failed ({describe_error(error)})"
         finally:
-            self._looks_at_padding = False
+            self._looks_at_masks = False
 
     def _with_lengths(self, plain: Callable[..., Any]) -> Callable[..., Any]:
         """Return `torch.ctc_loss` with lengths that lie on the host as numbers, as torch itself makes of them.
@@ -190,7 +192,7 @@ class WorkCounter(OperatorMode, RangeObserver):
             if any(isinstance(one, torch.Tensor) and one.device.type == "cpu" for one in lengths):
                 lengths = tuple(map(_as_numbers, lengths))
             if log_probs.dim() == _OF_BATCH:
-                self._note_padding(lambda: _read_lengths(log_probs.shape[0], lengths[0]))
+                self._look_at_masks(lambda masks: masks.add_lengths(log_probs.shape[0], lengths[0]))
             return plain(log_probs, targets, *lengths, *more, **named)
 
         return called
@@ -237,12 +239,11 @@ class WorkCounter(OperatorMode, RangeObserver):
 
     def content(self) -> RunWork:
         work = summarize_work(self._work, self._model_flops, self._missing)
-        counts = [(positions, *used.tolist()) for positions, used in self._padding]
-        padding = Padding(*map(sum, zip(*counts, strict=True))) if counts else None
         return replace(
             work,
             lines=tuple(_describe_lines(self._lines)),
-            padding=padding,
+            padding=self._masks.padding(),
+            given_masks=tuple(self._masks.given()),
             unread_gradients=(*self._unread.values(), *self._apart.find(self._computed)),
             tables=tuple(self._describe_tables()),
             independent_calls=tuple(self._repeated.describe()),
@@ -339,7 +340,7 @@ class WorkCounter(OperatorMode, RangeObserver):
             self._model_flops += products.flops - products.recomputed_flops
 
     def ended(self, _begun: None, func: Any, args: Sequence[Any], kwargs: dict[str, Any], returned: Any) -> None:
-        if self.failure is not None or self._looks_at_padding or _is_capturing():  # what is captured does not run now
+        if self.failure is not None or self._looks_at_masks or _is_capturing():  # what is captured does not run now
             return
         try:
             if has_other_gradient(func, args):
@@ -351,6 +352,8 @@ class WorkCounter(OperatorMode, RangeObserver):
                     self._note_line(work, sys._getframe(1))
                     if work.name in _DENSE_GRADIENTS:
                         self._note_table(returned, name_arguments(func, args, kwargs)["indices"])
+                    if _FUSED_ATTENTION.fullmatch(work.name):
+                        self._note_mask(name_arguments(func, args, kwargs))
         except Exception as error:  # the program goes on
             self.failure = f"counting {base_name(func)} failed ({describe_error(error)})"
 
@@ -389,17 +392,11 @@ class WorkCounter(OperatorMode, RangeObserver):
         sums["used"] += min(shape[0], indices.numel())
         sums["bytes"] += gradient.numel() * gradient.element_size()
 
-
-def _read_mask(mask: torch.Tensor) -> tuple[int, torch.Tensor]:
-    """Return how many positions a mask has, those up to the longest sample's end, and those that are used."""
-    used = mask.detach() != 0
-    return mask.numel(), torch.stack([used.any(0).sum() * len(mask), used.sum()])
-
-
-def _read_lengths(positions: int, lengths: Any) -> tuple[int, torch.Tensor]:
-    """Return the same of a batch of samples of so many positions, whose lengths are known."""
-    own = torch.as_tensor(lengths).detach()
-    return positions * len(own), torch.stack([own.max() * len(own), own.sum()])
+    def _note_mask(self, given: dict[str, Any]) -> None:
+        path, mask = self._innermost().path, given.get("attn_bias", given.get("attn_mask"))
+        if isinstance(mask, torch.Tensor):
+            module = kind_of(path[-1]) if path else ""
+            self._look_at_masks(lambda masks: masks.add_attention(module, mask))
 
 
 def _as_numbers(value: Any) -> Any:
