@@ -47,6 +47,7 @@ GIB = 2**30
 SOFTMAX = "void softmax_warp_forward<float, float, float, 9, false, false>(float *, const float *, int, int, int)"
 FLASH = "void flash_fwd_kernel<Flash_fwd_kernel_traits<64, 128, 128, 4>>(Flash_fwd_params)"
 TANH = ADD.replace("CUDAFunctor_add<float>", "tanh_kernel_cuda")
+MISH = (ADD.replace("CUDAFunctor_add<float>", "direct_copy"), ADD.replace("CUDAFunctor_add", "softplus"), TANH, MUL)
 SQRT = ADD.replace("CUDAFunctor_add<float>", "sqrt_kernel_cuda")
 ZERO = "void at::native::multi_tensor_apply_kernel<TensorListMetadata<1>, ZeroFunctor<float>>(T1)"
 CONVOLUTION = "sm80_xmma_fprop_implicit_gemm_f16f16_f16f32_f32_nhwckrsc_nhwc_tilesize128x128x32_stage4_execute_kernel"
@@ -684,6 +685,17 @@ def sigmoids(*backward: str, gate: int = 100_000) -> Program:
     )
 
 
+def activates(*forward: str, backward: Sequence[str] = ()) -> Program:
+    """Return steps of blocks that run these kernels after torch's own norm, in backward before it, in one module."""
+    own = [launch(LAYER_NORM, 300_000)]
+    after, before = ([launch(name, 100_000) for name in names] for names in (forward, backward))
+    return equal_steps(
+        *[within("forward/model/bn", *own, *after), within("forward/model/fc", launch(NVJET, MS))] * 8,
+        *[within("backward/model/bn", *before, *own)] * 8,
+        wait,
+    )
+
+
 def table(used: int, *, is_unread: bool = False) -> tuple[Program, dict[str, Any]]:
     """Return steps whose optimizer spends 4 ms, three quarters of it on a table of 1,000 rows."""
     fill = within("backward/model/table", launch(FILL, MS), launch(NVJET, MS // 10))
@@ -785,6 +797,9 @@ NEARLY: list[Case] = [
     ("slices", sliced(40, are_copied=False), {}),
     # A gate's two gradients are those of two tensors; one of few numbers is no activation of all.
     ("activation", sigmoids(MUL, MUL, SIGMOID), {}),
+    # A gate of a norm's numbers sums them up; few kernels may be part of the norm.
+    ("activation", activates(*MISH, SUM), {}),
+    ("activation", activates(*MISH[1:]), {}),
     ("activation", sigmoids(MUL, MUL, SIGMOID, ADD, gate=3_000), {}),
     # Which pass is before which optimizer's step is not known.
     ("unread-gradients", *of_two_models(is_detached=True, steps=3)),
@@ -988,6 +1003,7 @@ NAMED: dict[str, Case] = {
         {"lines": [replace(NORMS, called="log_norms", inside="grads.grad_norm")]},
     ),
     "slices of one tensor": ("slices", sliced(40), {}),
+    "an activation beside torch's own norm": ("activation", activates(*MISH, backward=[MUL, MUL, TANH, ADD, ADD]), {}),
     "a product with its sigmoid": ("activation", sigmoids(MUL, MUL, SIGMOID, ADD), {}),
     "a discriminator's gradients before the generator's step": ("unread-gradients", *of_two_models(is_detached=True)),
     "blocks and what comes into the head": ("unread-gradients", *frozen(2, 2, 1)),

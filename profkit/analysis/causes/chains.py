@@ -84,8 +84,8 @@ def _chains(evidence: Evidence) -> Iterator[Cause]:
         chain = _find_chain(evidence, step, place)
         kind, kernels = _kind_of_place(place, chain), tuple(one.name for one in _find_longest(chain))
         # The same kernels are the same code, whatever its modules are called.
-        key = known.setdefault((*kind, *kernels), (*kind, *_name_alike(place))) if place[0] else (*kind, place[1])
-        alike[key][place] = chain
+        own = (*kind, *_name_alike(place, kind[0]))
+        alike[known.setdefault((*kind, *kernels), own) if place[0] else (*kind, place[1])][place] = chain
     for chains in sorted(alike.values(), key=lambda chains: -_cost(chains))[:_MOST_CHAINS]:
         cause = _describe_chains(evidence, dict(sorted(chains.items(), key=lambda item: -_cost(dict([item])))))
         if cause.module or cause.line or not evidence.lines or cause.code == "cross-entropy":
@@ -130,7 +130,25 @@ def _find_loss(evidence: Evidence, step: ReplayedStep) -> list[Run]:
 
 def _find_runs(evidence: Evidence, step: ReplayedStep) -> list[Run]:
     skipped, awaited = attention_modules(evidence), {one.at for one in evidence.awaited_copies(step)}
-    return evidence.runs(step, lambda one: _is_link(one, skipped) and one.at not in awaited)
+    runs = evidence.runs(step, lambda one: _is_link(one, skipped) and one.at not in awaited)
+    forward = [run for run in runs if run[0].phase != BACKWARD and run[0].module]
+    activated = {run[0].module for run in forward if _is_activation(_outside_norm(run))}
+    return [run if run[0].module not in activated else _outside_norm(run) or run for run in runs]
+
+
+def _outside_norm(run: Run) -> Run:
+    """Return what a run has after torch's own norm, or before it in backward; the whole run if it has none."""
+    norms = [at for at, one in enumerate(run) if one.category == "normalization"]
+    if not norms:
+        return run
+    return run[: norms[0]] if run[0].phase == BACKWARD else run[norms[-1] + 1 :]
+
+
+def _is_activation(run: Run) -> bool:
+    """Return whether a run that is written out takes a function of its numbers, and nothing of several of them."""
+    names = " ".join(one.name.lower() for one in run)
+    is_function = any(name in names for name in ("tanh", "erf", "sigmoid"))
+    return is_function and _is_written_out(run) and not any(one.category == "reduction" for one in run)
 
 
 def _find_chain(evidence: Evidence, step: ReplayedStep, place: ChainPlace) -> list[Run]:
@@ -189,9 +207,9 @@ def _find_longest(runs: Sequence[Run]) -> Run:
     return max((run for run in runs if run[0].phase != BACKWARD), key=len)
 
 
-def _name_alike(place: ChainPlace) -> tuple[str, ...]:
-    """Return what modules have in common that one change mends: the end of their names."""
-    return "", (place[0] or "").rpartition(".")[2]
+def _name_alike(place: ChainPlace, code: str) -> tuple[str, ...]:
+    """Return what modules have in common that one change mends: the end of their names, or one activation."""
+    return () if code == "activation" else ("", (place[0] or "").rpartition(".")[2])
 
 
 def _cost(chains: Mapping[ChainPlace, Sequence[Run]]) -> int:
@@ -262,6 +280,7 @@ def _kind_of_chain(run: Run, in_turn: int) -> tuple[str, str, str]:
         return "norm", "a norm is written out", "F.layer_norm or F.rms_norm"
     if "tanh" in names or "erf" in names or "sigmoid" in names or "pow" in names:
         usual = "F.silu(x)" if _is_silu(run) else 'F.gelu(x, approximate="tanh"), or torch\'s own'
+        usual = "F.mish(x)" if "softplus" in names else usual
         return "activation", "an activation is written out", usual
     return "chain", "a chain of elementwise kernels", "torch.compile of this module, or one operation of torch"
 
