@@ -735,6 +735,10 @@ def test_steps_that_are_rare_and_long_are_said_with_their_line(run_with_lines: P
     assert found == RareSteps(2, 40 + timed, 55_000_000, 20, saving, 20 * saving.time_ns)
     text = " ".join(check_profkit("summary", str(run_with_lines), cwd=run_with_lines).stdout.split())
     assert "one step in 20 takes 55.00 ms longer, which is no part of this (train.py:50 save)" in " ".join(text.split())
+    for steps in ([usual] * 10 + [long, long] + [usual] * 28, ([usual] * 4 + [long] + [usual]) * 2 + [usual] * 28):
+        uneven = find(steps)
+        assert uneven is not None
+        assert (uneven.count, uneven.every) == (2, None), "others of these steps have none at this distance"
     assert find([usual] * 9 + [long]) is None  # of one in ten the line's error would be larger
     saving = replace(saving, error_ns=saving.time_ns)
     assert find([usual] * 9 + [long]) == RareSteps(1, 10 + timed, 55_000_000, None, saving, 10 * saving.time_ns)

@@ -13,6 +13,7 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from textwrap import indent
 
 import pytest
 
@@ -308,6 +309,113 @@ def test_depth_and_no_annotate_leave_ranges_out(place: Path, run: Start) -> None
         "Optimizer.zero_grad",
     }
     assert [one.path for one in read_work(place / "run" / "work.json").ranges] == [()], "the step is counted as a whole"
+
+
+TRANSFORMED = """
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+class Normalize(nn.Module):
+    def forward(self, sample):
+        return sample - 0.5
+
+class Samples(Dataset):
+    def __init__(self):
+        self.normalize = Normalize()
+    def __len__(self):
+        return 80
+    def __getitem__(self, index):
+        return self.normalize(torch.ones(4))
+
+model = nn.Linear(4, 2)
+with torch.no_grad():
+    for batch in DataLoader(Samples(), 10):
+        model(batch)
+"""
+
+
+def test_a_module_that_makes_samples_is_no_model_whose_calls_are_steps(place: Path, run: Start) -> None:
+    (place / "evaluate.py").write_text(TRANSFORMED)
+    run("--warmup", "2", "--steps", "2", "--", sys.executable, "evaluate.py")
+    process = manifest_of(place / "run")["processes"][0]
+    assert (process["step_names"], process["seen"]) == (["Linear"], {"call:Linear": 4})
+    assert not any("Normalize" in name for name in range_names(place / "run" / "trace.json.gz"))
+
+
+THREADS = """
+import sys
+from concurrent.futures import ThreadPoolExecutor
+import torch
+
+model = torch.nn.Linear(4, 2)
+def call(_):
+    for _ in range(int(sys.argv[2])):
+        with torch.no_grad():
+            model(torch.ones(3, 4))
+
+for _ in range(int(sys.argv[1])):
+    with ThreadPoolExecutor(3) as threads:
+        list(threads.map(call, range(3)))
+print("ended")
+"""
+
+
+def test_a_program_of_several_threads_ends_well_and_the_steps_of_one_are_recorded(place: Path, start: Start) -> None:
+    (place / "threads.py").write_text(THREADS)
+    done = start("--warmup", "2", "--steps", "2", "--", sys.executable, "threads.py", "1", "300")
+    assert done.stdout.startswith("ended\n")
+    assert not read_trace(place / "run").self_check.failed
+
+
+def test_steps_of_another_thread_than_the_first_have_phases(place: Path, run: Start) -> None:
+    train = "import threading\ndef train():\n" + indent(training(20), "    ")
+    (place / "threaded.py").write_text(
+        f"{train}\nthread = threading.Thread(target=train)\nthread.start()\nthread.join()"
+    )
+    run("--warmup", "8", "--steps", "2", "--", sys.executable, "threaded.py")
+    steps = manifest_of(place / "run")["attached"]["steps"]
+    assert len(steps) == 7
+    assert all({"forward_ns", "backward_ns", "optimizer_ns"} <= step.keys() for step in steps)
+
+
+def test_a_thread_that_ends_while_it_is_recorded_ends_no_program(place: Path, start: Start) -> None:
+    (place / "threads.py").write_text(THREADS.replace("ThreadPoolExecutor(3)", "ThreadPoolExecutor(1)"))
+    done = start("--warmup", "4", "--steps", "9", "--", sys.executable, "threads.py", "3", "2")
+    assert done.stdout.startswith("ended\n")
+    assert "nothing was recorded: the thread that made the steps ended while they were recorded" in done.stderr
+
+
+SPAWNING = """
+import torch
+from torch import multiprocessing, nn
+
+def train(steps):
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(steps):
+        model(torch.ones(3, 4)).sum().backward()
+        optimizer.step()
+
+if __name__ == "__main__":
+    for steps in (8, 7):
+        trainer = multiprocessing.get_context("spawn").Process(target=train, args=(steps,))
+        trainer.start()
+        trainer.join()
+    model = nn.Linear(8, 8)
+    for _ in range(9):
+        model(torch.ones(8))
+"""
+
+
+def test_of_several_processes_without_a_rank_one_has_the_runs_files(place: Path, start: Start) -> None:
+    (place / "spawning.py").write_text(SPAWNING)
+    done = start("--warmup", "2", "--steps", "2", "--", sys.executable, "spawning.py")
+    first, *others = ((one["step"], one["is_recorded"]) for one in manifest_of(place / "run")["processes"])
+    assert (first, sorted(others)) == (("optimizer", True), [("call", False), ("optimizer", False)])
+    assert "2 more processes made steps and were not recorded" in done.stderr
+    assert not read_trace(place / "run").self_check.failed
+    assert "optimizer" in range_names(place / "run" / "trace.json.gz")
 
 
 def test_stop_ends_the_script_after_the_last_step(run: Start) -> None:

@@ -159,8 +159,7 @@ def find_rare_steps(found: RunLines, timed: Sequence[Mapping[str, int]] = ()) ->
     # One alone may be a pause of the machine's, unless a line shows what ran in it.
     if len(rare) == 1 and sum(line.time_ns for line in innermost) * len(times) < _COVERED * longer_ns:
         return None
-    apart = {later - earlier for earlier, later in pairwise([*[-1] * found.steps.is_after_rare, *rare])}
-    every = apart.pop() if len(apart) == 1 else None
+    every = _distance_of([*[-1] * found.steps.is_after_rare, *rare], len(times))
     together = [] if line is None or line.is_caller else [each for each in innermost if _is_near(each, line)]
     lines_ns = sum(each.time_ns for each in together) if line is None or together else line.time_ns
     count, of = len(rare) + int(mark_rare_steps(timed).sum()), len(times) + len(timed)
@@ -177,6 +176,15 @@ def find_rare_steps(found: RunLines, timed: Sequence[Mapping[str, int]] = ()) ->
         round(lines_ns * len(times) / len(rare)),
         line if most is not line else None,
     )
+
+
+def _distance_of(rare: Sequence[int], steps: int) -> int | None:
+    """Return after how many steps the next rare one comes, None if they are not at equal distances in all ``steps``."""
+    apart = {later - earlier for earlier, later in pairwise(rare)}
+    if len(apart) != 1:
+        return None
+    every = apart.pop()
+    return every if every > 1 and rare[0] <= every and rare[-1] + every >= steps else None
 
 
 def find_rare_steps_of(run: Run) -> RareSteps | None:

@@ -391,9 +391,9 @@ def know_run(manifest: Manifest) -> KnownRun:
     pids = _pids_of_whole(manifest)
     if workload.preset_name is None:
         steps = workload.steps
-        is_short = len(manifest.processes) == 1 and manifest.processes[0].state == _CUT_SHORT
-        if steps is not None and is_short:
-            steps = min(steps, len(manifest.processes[0].profiled))
+        recorded = [process for process in manifest.processes if process.is_recorded]
+        if steps is not None and len(recorded) == 1 and recorded[0].state == _CUT_SHORT:
+            steps = min(steps, len(recorded[0].profiled))
         return KnownRun(steps if workload.annotate else None, None, even=False, pids=pids)
     # The first step makes the optimizer's state; CUDA graphs of compiled code run from the third.
     settled = 3 if workload.compile_mode == "reduce-overhead" else 1

@@ -14,6 +14,7 @@ import json
 import os
 import resource
 import shutil
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
@@ -121,7 +122,7 @@ def recorded_by_kineto(
         profiler.start_trace()
     # Otherwise stopping it makes an object of Python's of each event, for a second or more; nobody asks for these.
     profiler.profiler.acc_events = False
-    process = os.getpid()
+    process, thread = os.getpid(), threading.get_ident()
     _have_forks_end_without_cpp()
     if log is not None:
         log.read_clock()
@@ -133,11 +134,21 @@ def recorded_by_kineto(
                 log.read_clock()
             with _kineto_silent(), _detached_afterwards(log):
                 profiler.stop()
+    if threading.get_ident() != thread and not _is_of_all_threads(device, log):
+        raise OSError(errno.ESRCH, _THREAD_ENDED)  # to export what it does not hold would end the program
     _export(profiler, path)
     if log is None:
         finish_trace(path)
     else:
         write_range_log(log_beside(path), log.content())
+
+
+_THREAD_ENDED = "the thread that made the steps ended while they were recorded: lower --warmup or --steps"
+
+
+def _is_of_all_threads(device: torch.device, log: LiveLog | None) -> bool:
+    """Return whether torch.profiler is the whole process's; else what it holds is the thread's that started it."""
+    return device.type == "cuda" and log is None
 
 
 _ACTIVITIES = {

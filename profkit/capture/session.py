@@ -45,6 +45,7 @@ from profkit.run.recording import (
     NOT_REACHED,
     Order,
     StepKind,
+    claim_recording,
     leave_attached,
     leave_ended,
     leave_failure,
@@ -209,6 +210,8 @@ class Session:
             self.hooks.loading.forget_steps()
             self._memory_lead += self._begun + 1 - number
         self._begun = number
+        if number in (self._first_timed, self._first) and not self._records_memory:
+            self.hooks.clock.start()  # the thread that trains need not be the one that attached
         if self.memory is not None:
             self._note_in_memory(number)
         if self._compilations is not None:
@@ -226,7 +229,7 @@ class Session:
             self._samples.begin("profiled")
             self._drain.look()
             self._begin_recording()
-            if self._recorder.is_on or not self._is_chosen:
+            if self._recorder.is_on or not (self._is_chosen or self._is_over):
                 self._leave_out_first_steps()
         elif number == self._first_timed and not self.order.own_steps:
             self._samples.begin("attached")
@@ -386,6 +389,11 @@ class Session:
             self._learn_rank()
         if self.order.recorder == "none" or not self._is_chosen:
             return
+        shares_files = self.order.recorder == "kineto" and self._rank is None and not self.order.within
+        if shares_files and not claim_recording(self.run):
+            self._is_chosen = False
+            self._finish(NOT_REACHED)
+            return
         self._recorder.start(self._rank, self._make_way)
         if self.order.recorder == "kineto":
             self._failure = None
@@ -395,6 +403,7 @@ class Session:
         is_spare = self.order.own_steps or self._first - 1 - self._first_timed >= _ENOUGH_TIMED
         if is_spare and self._recorder.may_warm_up():
             self._samples.end()
+            self.hooks.steps.keep_to_thread()
             self._recorder.warm_up()
 
     def _learn_rank(self) -> None:

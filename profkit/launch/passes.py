@@ -311,6 +311,10 @@ def shortfalls(outcome: Outcome, *, is_last: bool) -> list[str]:
         return ["--ranks names no rank that ran here: this run has their light records alone"]
     first = outcome.processes[0]
     lacking = _memory_shortfalls(outcome)
+    others = sum(process.rank is None and not process.is_recorded for process in outcome.processes)
+    if others:
+        made = "1 more process made steps and was" if others == 1 else f"{others} more processes made steps and were"
+        lacking.append(f"{made} not recorded: of processes that are no ranks, profkit records one")
     failed = [process for process in outcome.processes if process.failure and (process is first or process.is_recorded)]
     if failed and outcome.reason is None:
         ranks = [f"rank {process.rank}: " if process.rank is not None else "" for process in failed]

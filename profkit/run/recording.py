@@ -239,6 +239,15 @@ def leave_unsaved(run: Path, pid: int, error: OSError) -> None:
     (run / _ATTACHED.format(pid)).rename(run / _UNSAVED.format(error.errno or errno.EIO, pid))
 
 
+def claim_recording(run: Path) -> bool:
+    """Return whether no process without a rank has asked before: they would write the same files."""
+    try:
+        _meeting_file(run, "without-rank", 0).touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    return True
+
+
 def leave_process(run: Path, process: Process) -> None:
     write_record(run / _PROCESS.format(process.process), process)
 

@@ -400,7 +400,8 @@ def _say_nothing(evidence: Evidence) -> str:
             return "Nothing found that would save more than 2 % of the peak."
         why = _why_unpredicted(evidence)
         if why is None:
-            return f"Nothing found that surely saves more than 2 %: the step is {_name_phases(evidence.summary)}."
+            phases = _name_phases(evidence.summary)
+            return f"Nothing found that surely saves more than 2 %{phases and f': the step is {phases}'}."
         return f"Nothing is predicted: {why}."
     if limits.refusal is not None and evidence.replay is not None:
         return "Nothing found that surely saves more than 2 %."

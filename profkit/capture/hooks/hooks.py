@@ -52,7 +52,7 @@ from profkit.capture.hooks.range_log import LiveLog, watch_script_ranges
 from profkit.capture.patches import restore
 from profkit.capture.steps.conditions import UsedOptimizers, autocast_dtypes
 from profkit.capture.steps.data_loading import DataLoading
-from profkit.capture.steps.policy import Boundaries, StepPolicy, is_loss_module
+from profkit.capture.steps.policy import Boundaries, StepPolicy, has_parameters, is_loss_module
 from profkit.capture.steps.times import PhaseClock
 from profkit.names import (
     BACKWARD,
@@ -361,6 +361,8 @@ class Hooks(RangeObserver):
     ) -> Call | None:
         if torch.compiler._is_compiling_flag or self.steps.is_compilers(module):
             return None
+        if opened.has(_LOADER) and not has_parameters(module):
+            return None  # it makes a sample ready, and is no model
         if id(module) in self._replicas:
             return self._begin_replica(opened, module)
         if self.log.is_on and self.log.is_full:

@@ -53,6 +53,8 @@ class StepPolicy:
         """For which kind, and after how many changes of its round, the names were looked up."""
         self._number = -1
         self._is_settled = False
+        self._thread: int | None = None
+        """The one whose steps count, None for all."""
         self._is_postponed = False
         self._rounds = [Round() for _ in StepKind]
         self._functions: dict[str, _Function] = {}
@@ -81,9 +83,9 @@ class StepPolicy:
 
     def name_of(self, module: nn.Module) -> str:
         """Return what an outermost module is called in ranges: of several models each has a name of its own."""
-        if not _has_parameters(module):
+        if not has_parameters(module):
             return type(module).__name__
-        models = [model for model in self._models.list() if _has_parameters(model)]
+        models = [model for model in self._models.list() if has_parameters(model)]
         return tell_apart(unwrap(module), models, self._variables.known) or ROOT
 
     def label(self, optimizer: Optimizer) -> str | None:
@@ -104,9 +106,14 @@ class StepPolicy:
     def models(self) -> list[nn.Module]:
         return self._models.list()
 
+    def keep_to_thread(self) -> None:
+        """From now on only this thread's steps count: torch.profiler can be stopped only where it was started."""
+        self._thread = threading.get_ident()
+
     def settle(self) -> None:
-        """The recording begins: its steps are numbered on, whatever appears."""
+        """The recording begins: its steps, all of this thread, are numbered on, whatever appears."""
         self._is_settled = True
+        self.keep_to_thread()
 
     def begin_whole(self) -> int | None:
         return self._due(StepKind.WHOLE, is_boundary=True)
@@ -268,15 +275,16 @@ class StepPolicy:
         )
 
     def _may_count(self, kind: StepKind) -> bool:
+        is_on_thread = self._thread in (None, threading.get_ident())
         if self._choice is not None:
-            return kind.word == self._choice.word
+            return is_on_thread and kind.word == self._choice.word
         if self._kind is not None and kind < self._kind:
             return False
         if kind < StepKind.OPTIMIZER and has_optimizer():
             return False
         if self._kind is not None and kind is not self._kind and self._is_settled and self._number > 0:
             self.changed_to = kind.word
-        return True
+        return is_on_thread
 
 
 _IN_CAPTURES = {StepKind.BACKWARD: StepKind.BACKWARD, StepKind.OPTIMIZER: StepKind.STEP_REPLAY}
@@ -302,13 +310,13 @@ class _Function:
 
 def _kind_of_call(model: nn.Module) -> StepKind:
     # What has no parameters transforms data, or is a function: a model counts more.
-    return StepKind.CALL if _has_parameters(model) else StepKind.FUNCTION
+    return StepKind.CALL if has_parameters(model) else StepKind.FUNCTION
 
 
 def is_loss_module(module: nn.Module) -> bool:
     """Return whether a module computes a loss: one of torch's, or one without parameters that is called so."""
     kind: Any = type(module)
-    return _is_torchs_loss(kind) or (_is_called_loss(kind) and not _has_parameters(module))
+    return _is_torchs_loss(kind) or (_is_called_loss(kind) and not has_parameters(module))
 
 
 @functools.lru_cache
@@ -322,7 +330,7 @@ def _is_called_loss(kind: type[nn.Module]) -> bool:
     return "loss" in name or "criterion" in name
 
 
-def _has_parameters(module: nn.Module) -> bool:
+def has_parameters(module: nn.Module) -> bool:
     if module in _with_parameters:
         return True
     has_some = next(module.parameters(), None) is not None
