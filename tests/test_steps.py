@@ -142,6 +142,27 @@ def test_an_epochs_new_optimizers_take_the_place_of_the_old_ones(script: Script)
     assert script.made[-2:] == [6, 7], "the old ones are gone: the first new one counts at once"
 
 
+def test_optimizers_that_are_repeated_in_turn_make_one_step(script: Script) -> None:
+    critic, actor = "optimizer:SGD", "optimizer:Adam optimizer:AdamW"
+    script.play(f"{critic} {critic} {actor} {actor}", 3)
+    assert script.policy.what_counts() == ("optimizer", ("SGD", "Adam", "AdamW"))
+    learned = len(script.made)
+    for _ in range(3):
+        script.play(critic)
+        learned += 1
+        assert len(script.made) == learned, "the critic's first step ends what began with its last one"
+        script.play(f"{critic} {actor} {actor}")
+        assert len(script.made) == learned
+    script.forget("SGD", "Adam", "AdamW")
+    script.play("optimizer:RMSprop optimizer:RMSprop optimizer:RMSprop")
+    assert len(script.made) == learned + 3
+
+
+def test_epochs_of_optimizers_that_take_turns_have_steps_of_their_own(script: Script) -> None:
+    script.play(f"{'optimizer:SGD ' * 20} {'optimizer:Adam ' * 20}", 2)
+    assert len(script.made) == 80 - 3 + 1, "what takes another's place is known by its second step"
+
+
 def test_optimizers_that_step_in_a_backward_pass_end_the_step_with_it(
     script: Script, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -348,12 +348,17 @@ def has_optimizer() -> bool:
     return any(getattr(kind.step, "hooked", False) for kind in optimizer_classes())
 
 
+_MOST_IN_TURN = 16
+"""Longer blocks that take turns, as the epochs of two models do, are rounds of their own."""
+
+
 class Round:
     """Learns from what happens which things belong to one round; it holds none of them alive.
 
     The first round ends where one of its things is about to happen again. What happens once between two rounds belongs
     to none; what happens twice there, without any of the round's things in between, takes the round's place, as the
-    optimizers of a new epoch do.
+    optimizers of a new epoch do. Where the earlier things soon take the place back, as a critic's optimizer does that
+    steps twice after each two steps of an actor's, both make one round, which ends where the earlier ones begin again.
     """
 
     def __init__(self) -> None:
@@ -362,15 +367,28 @@ class Round:
         self._members: list[ref[Any]] = []
         self._others: list[ref[Any]] = []
         self._is_learned = False
+        self._count, self._count_before = 0, 0
+        """How often things have happened since the members took their place, and in the place of those before them."""
+        self._before: list[ref[Any]] = []
+        self._firsts: list[ref[Any]] = []
+        """Of a round of things that are repeated in turn, those that begin it: the first ends the round before."""
+        self._is_in_firsts = self._has_come_back = False
 
     def note(self, thing: Any) -> None:
+        self._count += 1
+        if self._firsts:
+            self._firsts = _alive(self._firsts)
+        if self._firsts:
+            was_in_firsts, self._is_in_firsts = self._is_in_firsts, _index(self._firsts, thing) is not None
+            self._has_come_back = self._is_in_firsts and not was_in_firsts
+            return
         if self._is_learned and not self._others and len(self._members) == 1 and self._members[0]() is thing:
             return
         self.changes += 1
         self._members, self._others = _alive(self._members), _alive(self._others)
         at = _index(self._others, thing)
         if at is not None:
-            self._members, self._others, self._is_learned = self._others[at:], [], True
+            self._replace(self._others[at:])
         elif not self._members:
             self._members, self._others, self._is_learned = [ref(thing)], [ref(thing)], False
         elif _index(self._members, thing) is None:
@@ -378,8 +396,22 @@ class Round:
         elif self._is_learned:
             self._others = []
 
+    def _replace(self, members: list[ref[Any]]) -> None:
+        self._others, self._is_learned = [], True
+        if members[0] in self._members:
+            self._members = members
+            return
+        if members[0] in self._before and self._count_before + self._count <= _MOST_IN_TURN:
+            self._firsts, self._is_in_firsts, self._has_come_back = members, True, False
+            self._members = members + self._members
+            return
+        self._before, self._members = self._members, members
+        self._count_before, self._count = self._count, 0
+
     def ends_with(self, thing: Any) -> bool:
         """Return whether ``thing`` is the last of a round; of the first round, the first that happened is."""
+        if self._firsts:
+            return self._has_come_back
         return bool(self._members) and self._members[-1]() is thing
 
     def happening(self) -> list[Any]:
