@@ -332,6 +332,8 @@ def test_double_precision_is_named_where_products_were_counted_in_it(tmp_path: P
     result = advise(tmp_path / "double", dtype="float64")
     assert codes(result) == ["float64"]
     assert expected_ms(result) == 65
+    called: dict[str, Operators] = {"forward": [("aten::mul", 3.0)] * 2_000, "backward": [("aten::mm", 9_000.0)]}
+    assert expected_ms(advise(tmp_path / "small", dtype="float64", operators=called)) == 80
     assert not advise(tmp_path / "single", dtype="fp32").tries
 
 
