@@ -162,8 +162,10 @@ def _small_batch(evidence: Evidence) -> Iterator[Cause]:
     if preparing_ns < _HALF * limits.step_ns or not busy_ns:
         return
     late, room = math.log2(evidence.now_ns / busy_ns), math.log2(min(_LARGEST_BATCH, _FULL * capacity / held))
-    # Fewer passes are the same training: so many that Python is in time. A larger batch is no larger than it must be.
+    # Fewer passes are the same training: so few that Python is in time. A larger batch is no larger than it must be.
     factor = 2 ** max(0, min(math.ceil(late) if passes > 1 else int(late), int(room)))
+    if passes > 1:
+        factor = min(factor, int(passes) & -int(passes))
     fewer_passes = passes > 1 and passes % factor == 0
     if factor > 1 and (fewer_passes or passes == 1):
         yield Cause(
