@@ -584,6 +584,8 @@ def counted_products(neighbour: str, least_bytes: int) -> tuple[Program, dict[st
 
 
 IMAGES = {"lines": [line(MS // 2, called="images.to", waits=1)], "processes": [{"loading": {"workers": 4}}]}
+IN_MODEL_FILE = line(MS // 2, called="torch.eye.to", file="/code/model.py", waits=1)
+EYE = {**IMAGES, "lines": [IN_MODEL_FILE], **works(("", "eye", 30, MIB), ("", "_to_copy", 30, MIB))}
 BATCH = {"lines": [line(4 * MS, called="make_batch")]}
 TRAINER = {"lines": [line(4 * MS, called="trainer.fit"), line(MS, "backward", "trainer.fit")]}
 ITEM = line(8 * MS, None, "loss.item", line=62, waits=1, waiting_ns=8 * MS)
@@ -779,6 +781,9 @@ NEARLY: list[Case] = [
     # Three parts of a batch that come from the host.
     ("waits", equal_steps(*[copy(50_000), wait, python(80_000)] * 3, FORWARD), {"lines": [MOVED_PARTS]}),
     # Nothing comes after the copy, and the program waits for it itself.
+    # Nobody sums in another order; the line moves a batch, too.
+    ("gather", sums_rows(), {"conditions": DETERMINISTIC}),
+    ("made-on-cpu", pageable_copy(100), {**EYE, "lines": [replace(IN_MODEL_FILE, waits=0)]}),
     ("pageable-copy", pageable_copy(0), IMAGES | {"lines": [line(MS // 2, called="images.to")]}),
     ("loader", *loads(20_000)),
     # Workers make no batch sooner for it; those that are in time are late for another reason.
@@ -959,6 +964,7 @@ NAMED: dict[str, Case] = {
         pageable_copy(100),
         IMAGES | {"lines": [replace(line(MS // 2, called="images.float"), waits=1.0, waits_in="….to")]},
     ),
+    "a copy of what torch makes on the CPU in that line": ("made-on-cpu", pageable_copy(100), EYE),
     # What moving a worker's batch takes is its unpinned memory's; without workers, or pinned, it is Python's.
     "a line that moves a worker's batch, and one beside it": ("python", MOVED, {**IMAGES, "lines": [MOVE, BESIDE]}),
     "a line that moves the program's own batch": ("python", MOVED, {"lines": [MOVE]}),
@@ -988,6 +994,12 @@ NAMED: dict[str, Case] = {
     "a loop with copies in it": ("loop", equal_steps(within("forward/model/act", *[*SUMS, move] * 20), wait), {}),
     "samples that torch puts together": ("loader", *stacks_samples("collate.default_collate")),
     "values that two lines compute and read": ("waits", *statistics(30, 31)),
+    "rows of an index that are added in order": ("gather", sums_rows(), works(("", "index", 70, MIB))),
+    "rows of a mask that are added in order": (
+        "gather",
+        sums_rows(),
+        {**works(("", "index", 30, MIB)), "lines": [replace(IN_MODEL_FILE, called=None)]},
+    ),
     "gradients that are summed up in order": ("deterministic", sums_rows(), {"conditions": DETERMINISTIC}),
     "a wait in a library's code": (
         "waits",

@@ -61,6 +61,7 @@ _OPERATORS: dict[str, Callable[[OperatorLine], float]] = {
     "cross-entropy": lambda line: line.bytes * (line.operator.strip("_") in _OF_LOSSES),
     "float64": lambda line: line.bytes * (line.dtype == "float64"),
     "sort": lambda line: line.bytes * (line.operator == "randperm"),
+    "gather": lambda line: line.bytes * (line.operator == "index"),
     "scan": lambda line: line.bytes * line.operator.startswith("cum"),
     "channels-last": lambda line: line.bytes * (line.operator in ("clone", "copy_")),
 }

@@ -6,9 +6,10 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
-from profkit.analysis.causes.changes import batches_every, keep_workers, scale_operations
+from profkit.analysis.causes.changes import batches_every, keep_workers, scale_operations, without_copies
 from profkit.analysis.causes.evidence import (
     DRAINED_STEP,
+    FACTORIES,
     MEAN_STEP,
     WORTH_COMPILING,
     Cause,
@@ -18,6 +19,7 @@ from profkit.analysis.causes.evidence import (
     name_times,
     source_line,
 )
+from profkit.analysis.step_replay.edits import find_pageable_copies
 from profkit.analysis.step_replay.facts import World
 from profkit.analysis.summary import WORTH
 from profkit.names import BACKWARD, DATA, FORWARD, LOSS
@@ -248,14 +250,14 @@ def _costliest_line(evidence: Evidence) -> LineTime | None:
 
 
 def _time_function(evidence: Evidence, line: LineTime) -> tuple[int, str]:
-    """Return what a line of workers takes, or its function where most of that is in other lines; and what it does.
+    """Return what a line of workers takes, or its function where others of its lines take time; and what it does.
 
     A function that makes the whole sample is no part of it.
     """
     function = line.outer_function
     own = [one for one in evidence.lines if one.thread == line.thread and one.file == line.file]
     time_ns = sum(one.time_ns for one in own if one.outer_function == function)
-    if 2 * line.time_ns > time_ns or function.rpartition(".")[2] in _MAKING_SAMPLES:
+    if time_ns == line.time_ns or function.rpartition(".")[2] in _MAKING_SAMPLES:
         return line.time_ns, line.called or "it"
     return time_ns, f"what {function} does"
 
@@ -329,6 +331,18 @@ def _copies(evidence: Evidence) -> Iterator[Cause]:
     if converting:
         no_wait = [f"no-host:{one.file}:{one.line}" for one in converting]
         change += " before it is converted: on the GPU, or in the dataset"
+    made = None if line is None or len(calls) > round(line.waits) else _find_maker(evidence, line)
+    if line is not None and made is not None:
+        yield Cause(
+            code="made-on-cpu",
+            cause=f"torch.{made} makes a tensor on the CPU that is copied to the GPU",
+            detail=f", {name_times(len(calls))}, while the host waits",
+            line=source_line(line),
+            change=f"torch.{made}(…, device=…), or once before the loop",
+            changes=[*edits(f"no-host:{line.file}:{line.line}", *no_wait), without_copies(made, find_pageable_copies)],
+            evidence={"copies": len(calls), "held_ns": held_ns},
+        )
+        return
     line = line or _find_fetching(evidence)
     yield Cause(
         code="pageable-copy",
@@ -341,6 +355,12 @@ def _copies(evidence: Evidence) -> Iterator[Cause]:
         costs="pinned host memory",
         evidence={"copies": len(calls), "held_ns": held_ns},
     )
+
+
+def _find_maker(evidence: Evidence, line: LineTime) -> str | None:
+    """Return the function of torch that makes on the CPU what a line moves; None if the line makes nothing."""
+    here = [one for one in evidence.operator_lines if (one.file, one.line) == line.place]
+    return next((one.operator for one in here if one.operator in FACTORIES), None)
 
 
 def _find_fetching(evidence: Evidence) -> LineTime | None:

@@ -62,6 +62,8 @@ WORTH_COMPILING = 0.04
 OF_CHAINS = (*SMALL, "optimizer", "fill")
 """Categories of kernels that follow one another where an operation of torch's, or an optimizer, is written out."""
 COMPARE = "profkit compare RUN NEW"
+FACTORIES = ("randn", "rand", "randint", "randperm", "normal", "zeros", "ones", "full", "arange", "empty", "eye")
+"""Functions of torch that make a tensor of what their arguments say: on the CPU, if nobody says where."""
 MEAN_STEP, DRAINED_STEP = "mean_step_ns", "drained_step_ns"
 """In a cause's evidence: the step with it where that is not the typical one; on average, and once a queue is empty."""
 

@@ -19,6 +19,7 @@ from profkit.analysis.causes.changes import (
 )
 from profkit.analysis.causes.data import note_crowded_cpus
 from profkit.analysis.causes.evidence import (
+    FACTORIES,
     MEAN_STEP,
     Cause,
     Evidence,
@@ -38,7 +39,6 @@ from profkit.analysis.time_account.gpu_time import LONGEST_PAUSE_NS
 from profkit.names import BACKWARD, COLLECTING, COMPILING, DATA, FORWARD, LOSS, OPTIMIZER
 from profkit.run.lines import LineTime, lines_of_trainers
 
-_FACTORIES = ("randn", "rand", "randint", "randperm", "normal", "zeros", "ones", "full", "arange", "empty")
 _RANDOM = ("randn", "rand", "randint", "randperm", "normal")
 _TRAINING = ("backward", "step", "zero_grad", "clip_grad_norm_", "clip_grad_value_", "synchronize", "item", "join")
 _FETCHES = ("cpu", "numpy", "tolist")
@@ -67,13 +67,13 @@ def _python_lines(evidence: Evidence) -> Iterator[Cause]:
             where = "on the GPU, or less often"
         elif _follows_model(evidence, call or line):
             where = "for the whole batch at once, on the GPU, or less often"
-        if line.method in _FACTORIES:
+        if line.method in FACTORIES:
             changes.append(without_copies(line.method, find_pageable_copies))
         yield Cause(
-            code="made-on-cpu" if line.method in _FACTORIES else "python",
+            code="made-on-cpu" if line.method in FACTORIES else "python",
             cause=_describe_line(line, call),
             line=source_line(line),
-            change=f'{line.called}(…, device="cuda")' if line.method in _FACTORIES else f"do it {where}",
+            change=f'{line.called}(…, device="cuda")' if line.method in FACTORIES else f"do it {where}",
             changes=changes,
             edit=f"no-host:{edited[0].file}:{edited[0].line}",
             evidence={
@@ -132,7 +132,7 @@ def _name_call(line: LineTime) -> str:
 def _describe_line(line: LineTime, call: LineTime | None) -> str:
     if line.method in _RANDOM:
         return f"{line.called} draws random numbers on the CPU while the GPU waits"
-    if line.method in _FACTORIES:
+    if line.method in FACTORIES:
         return f"{line.called} makes a tensor on the CPU while the GPU waits"
     if call is not None and call is not line:
         return f"Python in {_name_call(call)} keeps the GPU waiting"

@@ -22,7 +22,9 @@ from profkit.analysis.causes.evidence import (
     Place,
     edits,
     is_part,
+    name_times,
     source_line,
+    sums_by_index,
 )
 from profkit.analysis.kernels import product_dtype
 from profkit.analysis.step_replay.kernel_edits import is_convolution, is_recurrent
@@ -60,6 +62,8 @@ _FUSED_IN_FP32: By = {"least": 1.2, "expected": 1.8, "most": 2.5}
 """What fused attention takes of the time of its two products: in fp32 there is no flash kernel."""
 _CAUSAL: By = {"least": 0.25, "expected": 0.4, "most": 0.65}
 """What fused attention takes that skips hidden keys, of its time with a mask; cuDNN's on an H200 0.38 and 0.41."""
+_ADDED_AT_ONCE: By = {"least": 0.1, "expected": 0.4, "most": 0.8}
+"""What adding rows by index takes without an order, of what it takes in order; 0.40 for bonds' rows on an H200."""
 _UNMASKED: By = {"least": 0.5, "expected": 0.8, "most": 0.95}
 _HARDLY_ANY = 0.05
 
@@ -224,6 +228,35 @@ def _find_permutations(operations: Sequence[Operation]) -> list[Operation]:
     return found
 
 
+def _sums_by_index(evidence: Evidence) -> Iterator[Cause]:
+    """Backward of ``x[index]`` sorts the indices and adds one row after another; of ``index_select`` it just adds."""
+    summing = [one for one in evidence.kernels if sums_by_index(one)]
+    if not summing or evidence.condition("deterministic_algorithms") is True:
+        return
+    modules = {one.module for one in summing}
+
+    def sorts(one: Operation) -> bool:
+        return one.phase == BACKWARD and one.module in modules and "radix_sort" in one.name
+
+    time_ns = sum(one.duration_ns for one in summing)
+    # A mask has torch look up, and wait for, which of its elements are true.
+    indexing = {(line.file, line.line) for line in evidence.operator_lines if line.operator == "index"}
+    has_masks = any(line.waits >= 1 and line.place in indexing for line in evidence.lines)
+    change = "torch.where or masked_fill in place of x[mask]" if has_masks else "x.index_select(dim, index), or gather"
+    yield Cause(
+        code="gather",
+        cause="backward of x[index] sorts the indices, and adds one row after another",
+        detail=f", {name_times(len(summing))}",
+        module=_busiest(summing),
+        change=change,
+        changes=[
+            remove_operations("gather", evidence.choose(sorts), NOTHING, "which kernels add"),
+            scale_operations("gather", evidence.choose(sums_by_index), _ADDED_AT_ONCE, "how fast rows are added"),
+        ],
+        evidence={"kernels": len(summing), "time_ns": time_ns},
+    )
+
+
 def _outer_scans(evidence: Evidence) -> Iterator[Cause]:
     """Cumulative sums over an axis that is not the last: a thread for each of the others, which goes through them all.
 
@@ -381,7 +414,7 @@ def _needless_masks(evidence: Evidence) -> Iterator[Cause]:
             yield Cause(
                 code="attention",
                 cause=f"attention reads a mask that {'is causal' if is_causal else 'hides nothing'}",
-                detail=f", in {len(kernels)} kernels a step",
+                detail=f", {name_times(len(kernels))}",
                 module=_busiest(kernels),
                 change=f"F.scaled_dot_product_attention(…{', is_causal=True' * is_causal}) without attn_mask",
                 changes=[scale_operations("no mask", evidence.choose(chooses), share, "how fast attention is")],
@@ -462,6 +495,7 @@ KERNELS = (
     _double_precision,
     _permutations,
     _outer_scans,
+    _sums_by_index,
     _misaligned_products,
     _written_attention,
     _needless_masks,
