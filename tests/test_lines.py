@@ -89,6 +89,21 @@ def test_the_function_that_a_line_calls_is_named_by_its_source() -> None:
     assert describe(places[-1]).called == "find_place"
 
 
+def test_what_wraps_an_operator_has_no_name_of_its_own() -> None:
+    places: list[Place | None] = []
+
+    class Watched(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, *_: object) -> int:
+            places.append(find_place(sys._getframe(1)))
+            return 0
+
+    assert 1 - torch.ones(1).as_subclass(Watched) == 0
+    assert places[0] is not None
+    found = describe(places[0])
+    assert (found.line, found.called) == (_here() - 3, None)
+
+
 def test_what_a_line_calls_is_never_a_function_of_profkits(monkeypatch: pytest.MonkeyPatch) -> None:
     loading = DataLoading(lambda: None, lambda: None)
     places: list[Place | None] = []

@@ -137,6 +137,8 @@ def describe(place: Place) -> Line:
     called = None if call is None else _shortened(ast.unparse(call.func))
     if called is None and place.called is not None:
         called = _codes[place.called].co_qualname
+        if "<locals>" in called:  # what wraps an operator of tensors, say: its name is none of the operator's
+            called = None
     function = "<module>" if code.co_name.startswith("<cell line") else code.co_qualname.replace(".<locals>", "")
     return Line(_file_or_cell(code.co_filename), line, function, called)
 
