@@ -184,6 +184,9 @@ def test_lines_outside_of_the_passes_are_one_cause_with_what_is_written_in_their
     (advice,) = result.tries
     assert (advice.code, advice.line and advice.line.line, advice.evidence["lines"]) == ("python", 10, "10, 11")
     assert expected_ms(result) == 88
+    assert advice.change.startswith("do it for all elements at once")
+    average = advise(tmp_path / "average", line(10, 8, called="torch._foreach_lerp_"))
+    assert average.tries[0].change == "do it less often"
 
 
 def test_what_large_operators_compute_outside_of_the_passes_may_have_to_stay(tmp_path: Path) -> None:

@@ -42,6 +42,7 @@ _BUSY_THREADS: Mapping[World, float] = {"least": 0.0, "expected": 0.5, "most": 1
 """How many of torch's threads keep a CPU busy, as a power of their number: one, or all."""
 _SMALL_NS = 20_000
 """An operator that takes less is mostly what calling it takes."""
+_AT_ONCE = "do it for all elements at once, less often, or in a DataLoader's worker"
 _MANY = 300
 """A call of a module calls fewer operators; a loop over the elements of a batch more."""
 _NODE = "autograd::engine::evaluate_function: "
@@ -144,12 +145,13 @@ def _python_lines(evidence: Evidence, step: CpuStep, operators: _Operators) -> I
         line, time_ns, error_ns = _sum(lines)
         saved: dict[World, float] = dict.fromkeys(WORLDS, time_ns)
         saved["most"] *= 1 - min(1.0, large_ns / outside_ns)
+        is_at_once = "_foreach_" in (line.called or "")
         cause = Cause(
             code="python",
             cause=f"Python in {line.function}{f' ({line.called})' if line.called else ''} runs in each step",
             detail=", outside of the passes and the optimizer",
             line=source_line(line),
-            change="do it for all elements at once, less often, or in a DataLoader's worker",
+            change="do it less often" if is_at_once else _AT_ONCE,
             evidence={"time_ns": time_ns, "lines": ", ".join(str(one.line) for one in lines)},
         )
         if error_ns < _LARGEST_ERROR * time_ns:
