@@ -418,6 +418,13 @@ def test_of_several_processes_without_a_rank_one_has_the_runs_files(place: Path,
     assert "optimizer" in range_names(place / "run" / "trace.json.gz")
 
 
+def test_of_processes_with_too_few_steps_the_one_that_trains_says_how_many_there_are(place: Path, start: Start) -> None:
+    (place / "spawning.py").write_text(SPAWNING)
+    done = start("--", sys.executable, "spawning.py")
+    assert "it made 8 steps, too few for --warmup 14" in done.stderr
+    assert manifest_of(place / "run")["processes"][0]["step"] == "optimizer"
+
+
 def test_stop_ends_the_script_after_the_last_step(run: Start) -> None:
     done = run("--warmup", "1", "--steps", "1", "--stop", "--no-lines", "--", sys.executable, "train.py", "0.1", "500")
     assert "\n4 0x" not in done.stdout

@@ -313,12 +313,13 @@ def take_processes(run: Path) -> tuple[Process, ...]:
         for process in processes
         if process.steps_seen is None or process.steps_seen >= 0 or process.memory is not None
     ]
-    order = [COMPLETE, CUT_SHORT, NOT_REACHED]
-    return tuple(
-        sorted(
-            used or processes, key=lambda process: (process.rank is None, process.rank or 0, order.index(process.state))
-        )
-    )
+    return tuple(sorted(used or processes, key=_precedence))
+
+
+def _precedence(process: Process) -> tuple[object, ...]:
+    state = (COMPLETE, CUT_SHORT, NOT_REACHED).index(process.state)
+    strongest = max((kind for kind in StepKind if kind.word == process.step), default=StepKind.WHOLE)
+    return process.rank is None, process.rank or 0, state, -strongest, -(process.steps_seen or 0)
 
 
 def take_failures(run: Path) -> tuple[Failure, ...]:
@@ -338,9 +339,9 @@ def leave_measured(folder: Path, pid: int, measured: Measured) -> None:
 
 
 def take_measured(folder: Path) -> tuple[Measured, ...]:
-    """Return what processes left in ``folder``, the first rank first, and remove it."""
+    """Return what processes left in ``folder``, the first rank first, without ranks most steps first; remove it."""
     measured = _take(Measured, sorted(folder.glob(_MEASURED.format("*"))))
-    return tuple(sorted(measured, key=lambda process: (process.rank is None, process.rank or 0)))
+    return tuple(sorted(measured, key=lambda process: (process.rank is None, process.rank or 0, -process.steps_seen)))
 
 
 def count_left(folder: Path) -> int:
