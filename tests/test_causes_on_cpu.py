@@ -19,7 +19,7 @@ from profkit.report.commands.answer import describe_answer, draw_tree
 from profkit.report.commands.summary import describe_step
 from profkit.run.directory import LINES, Run, name_of_rank
 from profkit.run.lines import LineSteps, LineTime, split_lines, write_lines
-from tests.in_process import run_command
+from tests.in_process import check_command, run_command
 from tests.kineto_builder import row, written
 from tests.rank_builder import write_two_hosts
 
@@ -198,6 +198,14 @@ def test_what_large_operators_compute_outside_of_the_passes_may_have_to_stay(tmp
         assert advice.after_ns is not None
         highs.append(advice.after_ns.high / MS)
     assert highs[0] > 94 + 4 > highs[1]
+
+
+def test_steps_in_which_nothing_was_computed_have_no_share_of_it(tmp_path: Path) -> None:
+    advise(tmp_path, operators={"elsewhere": []})
+    steps = [row("user_annotation", f"step {step}", 1_000 * step, 900) for step in range(1, 3)]
+    written(tmp_path, [*steps, row("cpu_op", "aten::mm", 5_000, 100)], "trace.json.gz")
+    said = " ".join(check_command("summary", tmp_path).stdout.split())
+    assert "WORK no operator time in the recorded steps" in said
 
 
 def test_of_several_causes_it_is_said_what_they_buy_together(tmp_path: Path) -> None:

@@ -322,9 +322,12 @@ def _describe_work(summary: Summary) -> Iterator[str]:
         if summary.has_trace:
             yield "no GPU work was recorded (no GPU, or no CUDA), so there are no kernel times"
         return
-    whole = work.kernel_time_ns or 1
+    whole = work.kernel_time_ns
     names = "matmul + attention" if work.by_category.get("attention") else "matmul"
     kind = "kernel time" if work.measure == "gpu-kernel" else "operator time"
+    if not whole:
+        yield f"no {kind} in the recorded steps"
+        return
     each = format_ns(summary.per_step(work.kernel_time_ns))
     peak = ""
     if work.peak_share is not None and work.product_ns:
