@@ -1644,7 +1644,7 @@ def test_what_runs_in_rare_steps_alone_is_a_cause_of_the_mean_step(tmp_path: Pat
     write_lines(tmp_path / "lines.jsonl", split_lines(LineSteps(tuple(steps[:10])), [once]))
     opened = open_capture(tmp_path)
     said = describe_answer(summarize_capture(opened), find_advice(opened, summarize_capture(opened)))
-    assert f" on average of {10 + STEPS} steps: 1 of {10 + STEPS} steps took 40 ms longer" in said
+    assert f" on average of those seen: 1 of {10 + STEPS} steps took 40 ms longer" in said
     # Without that it is longer than the typical step, which stands beside it on the page.
     *_, (time, label) = _figures(summarize_capture(opened), result)
     assert time.startswith("≈ ")

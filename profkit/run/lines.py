@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
@@ -23,6 +23,9 @@ VERSION = 1
 
 FEWEST_SAMPLES = 10
 """With fewer samples no line is named: their error is a third of the time, and more."""
+
+NEAR = 8
+"""Lines of a function that stand this close together do one thing."""
 
 Thread = Literal["main", "backward", "worker"]
 """The thread that trains, another one that called backward, or a worker of a data loader."""
@@ -109,6 +112,10 @@ class LineTime:
         return (self.waits_in or self.called or "").rpartition(".")[2] in ("to", "cuda")
 
     @property
+    def identity(self) -> tuple[object, ...]:
+        return self.file, self.line, self.function, self.called, self.phase, self.thread
+
+    @property
     def place(self) -> tuple[str | None, int]:
         return self.file, self.line
 
@@ -137,6 +144,40 @@ class Placed(Protocol):
 
     @property
     def phase(self) -> str | None: ...
+
+
+class CallTree:
+    """Which lines of a phase ran in the calls of which others, as most of each one's time says.
+
+    Recordings of before lines had callers have a tree without branches.
+    """
+
+    def __init__(self, lines: Iterable[LineTime], callers: Iterable[LineTime]) -> None:
+        self._callers = {(line.place, line.phase): line for line in callers if line.thread == "main"}
+        self._under: dict[tuple[object, ...], list[LineTime]] = {}
+        for line in (*lines, *self._callers.values()):
+            for caller in self.callers_of(line):
+                self._under.setdefault((caller.place, caller.phase), []).append(line)
+
+    def callers_of(self, line: LineTime) -> Iterator[LineTime]:
+        """Yield the line that called this one, then that one's, and so on to the outermost of the same phase."""
+        known = {line.place}
+        place = line.caller_place if line.thread == "main" else None
+        while place is not None and place not in known and (place, line.phase) in self._callers:
+            caller = self._callers[place, line.phase]
+            yield caller
+            known.add(place)
+            place = caller.caller_place
+
+    def under(self, caller: LineTime) -> list[LineTime]:
+        """Return all lines that ran in what this one called, callers among them."""
+        return self._under.get((caller.place, caller.phase), [])
+
+    def most_of(self, caller: LineTime, among: Collection[LineTime] | None = None) -> LineTime:
+        """Return the innermost line, of these if any are given, with over half of what this one takes, or itself."""
+        lines = self.under(caller) if among is None else [line for line in self.under(caller) if line in among]
+        most = [line for line in lines if 2 * line.own_ns > caller.own_ns]
+        return max(most, key=lambda line: len([*self.callers_of(line)]), default=caller)
 
 
 def lines_of_trainers(lines: Iterable[Placed]) -> frozenset[tuple[str | None, int]]:

@@ -21,9 +21,10 @@ from profkit.analysis.causes.evidence import COMPARE, DRAINED_STEP, MEAN_STEP, C
 from profkit.analysis.causes.gradients import GRADIENTS
 from profkit.analysis.causes.host import HOST, NOTES
 from profkit.analysis.causes.kernels import KERNELS
-from profkit.analysis.causes.launches import LAUNCHES, RANKS
+from profkit.analysis.causes.launches import LAUNCHES
 from profkit.analysis.causes.memory import MEMORY
 from profkit.analysis.causes.on_cpu import find_causes_on_cpu
+from profkit.analysis.causes.ranks import RANKS
 from profkit.analysis.causes.recurrent import RECURRENT
 from profkit.analysis.step_replay.limits import OUTSIDE, Limit, StepLimits
 from profkit.analysis.step_replay.predict import StepChange, TimeAnswer

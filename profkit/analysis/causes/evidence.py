@@ -16,7 +16,6 @@ import numpy as np
 
 from profkit.analysis.causes.changes import NOTHING
 from profkit.analysis.intervals import unite
-from profkit.analysis.lines import CallTree
 from profkit.analysis.step_replay.calibrate import AS_RECORDED
 from profkit.analysis.step_replay.edits import find_pageable_copies
 from profkit.analysis.step_replay.facts import ProgramFacts, World
@@ -38,7 +37,7 @@ from profkit.analysis.tree.modules import Place as ModulePlace
 from profkit.analysis.tree.modules import places_of_ranges, read_place
 from profkit.names import BACKWARD, FORWARD, STEP, kind_of
 from profkit.run.edits import parse_edits
-from profkit.run.lines import LineTime, calls_backward, join_at_places, lines_of_trainers
+from profkit.run.lines import CallTree, LineTime, calls_backward, join_at_places, lines_of_trainers
 from profkit.run.manifest import Manifest, find_condition
 from profkit.run.work import OperatorLine, RunWork
 from profkit.trace.columns import distinct_values

@@ -29,7 +29,6 @@ from profkit.analysis.causes.evidence import (
     name_times,
     source_line,
 )
-from profkit.analysis.lines import NEAR, CallTree
 from profkit.analysis.step_replay import LAUNCH
 from profkit.analysis.step_replay.edits import find_pageable_copies
 from profkit.analysis.step_replay.kernel_edits import is_convolution
@@ -37,7 +36,7 @@ from profkit.analysis.step_replay.limits import OUTSIDE, Limit
 from profkit.analysis.step_replay.steps import ReplayedStep
 from profkit.analysis.time_account.gpu_time import LONGEST_PAUSE_NS
 from profkit.names import BACKWARD, COLLECTING, COMPILING, DATA, FORWARD, LOSS, OPTIMIZER
-from profkit.run.lines import LineTime, lines_of_trainers
+from profkit.run.lines import NEAR, CallTree, LineTime, lines_of_trainers
 
 _RANDOM = ("randn", "rand", "randint", "randperm", "normal")
 _TRAINING = ("backward", "step", "zero_grad", "clip_grad_norm_", "clip_grad_value_", "synchronize", "item", "join")

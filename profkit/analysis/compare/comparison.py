@@ -22,10 +22,10 @@ from profkit.analysis.compare.kernel_changes import (
 )
 from profkit.analysis.compare.provenance import Origin, Provenance, compare_provenance, find_origin
 from profkit.analysis.kernels.compiled_code import RunCompilations, find_compilations, read_run_compilations
-from profkit.analysis.lines import find_rare_steps_of
 from profkit.analysis.memory.compare import Comparison
 from profkit.analysis.memory.opened_snapshot import OpenedSnapshot
 from profkit.analysis.opened import OpenedCapture
+from profkit.analysis.rare_steps import find_rare_steps_of
 from profkit.analysis.statistics import Verdict, interval_of_step_times, judge_change
 from profkit.analysis.time_account.step_times import (
     PhaseSamples,

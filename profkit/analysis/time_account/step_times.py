@@ -122,6 +122,12 @@ class PhaseSamples:
         return float(np.mean(self.wait_ns[self.counted]))
 
     @property
+    def mean_ns(self) -> float:
+        """Return what usual steps have of it on average."""
+        usual = int(self.is_usual.sum()) + self.lacking
+        return float(self.total_ns[self.is_usual].sum()) / usual if usual else 0.0
+
+    @property
     def typical_ns(self) -> float:
         """Return what the typical step has of it: nothing of what rare steps alone have, or fewer than half of all."""
         absent = np.zeros(self.lacking, dtype=np.int64)

@@ -94,8 +94,7 @@ def name_other_step(advice: Advice) -> str:
     """Return which step a Try makes shorter that is not the typical one, as the end of its time."""
     if MEAN_STEP not in advice.evidence:
         return "once the queue of its workers is empty"
-    seen = advice.evidence.get("of_steps")
-    return f"on average of {seen} steps" if seen else "on average"
+    return "on average of those seen" if "of_steps" in advice.evidence else "on average"
 
 
 def _describe_cause(advice: Advice) -> str:
