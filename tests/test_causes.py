@@ -14,7 +14,7 @@ import pytest
 
 from profkit.analysis.causes.advice import MOST_TRIES, Advice, AdviceResult, _prove, _say_nothing, find_advice
 from profkit.analysis.causes.evidence import Cause, Evidence, SourceLine
-from profkit.analysis.causes.launches import RANKS
+from profkit.analysis.causes.ranks import RANKS
 from profkit.analysis.memory.places import PartRow
 from profkit.analysis.opened import OpenedCapture
 from profkit.analysis.ranks.culprit import Culprit
