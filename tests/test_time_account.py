@@ -273,6 +273,10 @@ def test_recorded_steps_that_waited_longer_for_data_are_said_not_used(tmp_path: 
     assert opened.account.step_ns() == 3 * MS
     assert (opened.account.idle_time().idle_ns, opened.account.idle_time().causes.data_ns) == (MS, 0)
     assert "data-waits-grew" in {one.code for one in opened.efficiency().warnings}
+    process = {"process": "1", "pid": 1, "rank": None, "state": "complete", "is_recorded": True, "loading": None}
+    (tmp_path / "alone").mkdir()
+    without_workers = read_trace(write_run(tmp_path / "alone", builder, **timed, processes=[process]))
+    assert "data-waits-grew" not in {one.code for one in without_workers.efficiency().warnings}
 
 
 def _time_loader(

@@ -219,13 +219,14 @@ class StepTimes(NotebookResult):
 
     ``host_ns`` is how long the host was in each phase of an unprofiled step (median), of a run over one context.
     ``waited_ns`` is the mean wait for data that was timed where a full queue hid the one that steps have (see
-    `settle_waits`); None where none did.
+    `settle_waits`); None where none did. Without workers (``has_workers``) no queue hides a wait.
     """
 
     twin: Twin
     phases: tuple[PhaseTimes, ...]
     host_ns: Mapping[str, float] = field(default_factory=dict)
     waited_ns: float | None = None
+    has_workers: bool = True
 
     @property
     def contexts(self) -> list[int | None]:
@@ -301,7 +302,8 @@ def summarize_step_times(manifest: Manifest) -> StepTimes | None:
     waited_ns = None
     if unprofiled is not manifest.unprofiled and manifest.unprofiled is not None:
         waited_ns = samples_by_phase(manifest.unprofiled, None)[DATA].time_ns
-    return StepTimes(twin, tuple(phases), on_host, waited_ns) if phases else None
+    has_workers = manifest.loading is not None or not manifest.processes  # older runs do not say
+    return StepTimes(twin, tuple(phases), on_host, waited_ns, has_workers) if phases else None
 
 
 def settle_waits(manifest: Manifest) -> Samples | None:
@@ -421,7 +423,8 @@ def find_timing_doubts(timed: StepTimes | None) -> Iterator[Finding]:
     if timed.waited_ns is None:
         yield from _find_uneven_steps(timed)
     yield from _find_missing_phases(timed)
-    yield from _find_grown_waits(timed)
+    if timed.has_workers:
+        yield from _find_grown_waits(timed)
 
 
 def _find_uneven_steps(timed: StepTimes) -> Iterator[Finding]:
