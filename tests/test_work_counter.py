@@ -32,6 +32,7 @@ from profkit.capture.work import (  # noqa: E402
     Products,
     Work,
     WorkAccount,
+    masks,
     operators,
 )
 from profkit.capture.work.counter import WorkCounter  # noqa: E402
@@ -305,9 +306,9 @@ def test_masks_of_attention_are_causal_or_empty_or_needed() -> None:
     query = torch.randn(2, 3, 6, 8, requires_grad=True)
 
     def attend() -> None:
-        for name, masks in cases.items():
+        for name, given_masks in cases.items():
             with annotate(name):
-                for mask in masks:
+                for mask in given_masks:
                     functional.scaled_dot_product_attention(query, query, query, mask).sum().backward()
 
     counter = WorkCounter()
@@ -321,6 +322,14 @@ def test_masks_of_attention_are_causal_or_empty_or_needed() -> None:
         GivenMask("needed", calls=3, causal=0, empty=0),
     )
     assert {"tril", "le", "all"}.isdisjoint(line.operator for line in counter.content().lines)
+
+
+def test_a_mask_that_is_too_large_to_look_at_counts_as_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(masks, "_LARGEST", 16)
+    looked = masks.Masks()
+    for size in (4, 6):
+        looked.add_attention("attn", torch.ones(size, size, dtype=torch.bool).expand(2, 3, size, size))
+    assert [*looked.given()] == [GivenMask("attn", calls=2, causal=0, empty=1)]
 
 
 def test_a_range_that_was_open_before_counting_closes_without_harm() -> None:

@@ -12,6 +12,8 @@ from profkit.run.work import GivenMask, Padding
 
 _HIDDEN = -1e4
 """What is added to the scores of hidden keys is this or less: the least number of a type, or an older model's."""
+_LARGEST = 1 << 26
+"""Looking at more numbers takes memory that a program may lack; such a mask counts as one that hides more."""
 
 
 class Masks:
@@ -36,6 +38,9 @@ class Masks:
         mask = mask.detach()
         for axis, stride in enumerate(mask.stride()):
             mask = mask.narrow(axis, 0, 1) if stride == 0 and axis < mask.dim() - 2 else mask
+        if mask.numel() > _LARGEST:
+            self._given[module].append(torch.zeros(2, dtype=torch.bool, device=mask.device))
+            return
         is_seen = mask if mask.dtype is torch.bool else mask == 0
         is_hidden = ~mask if mask.dtype is torch.bool else mask <= _HIDDEN
         causal = torch.ones(mask.shape[-2:], dtype=torch.bool, device=mask.device).tril()
