@@ -115,6 +115,22 @@ def test_flops_equal_torchs_counter(workload: Callable[[], None]) -> None:
     assert row["other_flops"] > 0 or workload is _inference
 
 
+@pytest.mark.parametrize("layer", [nn.Conv2d, nn.ConvTranspose2d])
+def test_gradients_of_a_convolution_in_groups_have_the_flops_of_its_forward_pass_each(layer: Any) -> None:
+    depthwise, x = layer(8, 8, 3, groups=8), torch.randn(2, 8, 9, 9, requires_grad=True)
+    forward = _count(lambda: depthwise(x))[()]["flops"]
+    assert forward
+    assert _count(lambda: depthwise(x).sum().backward())[()]["flops"] == 3 * forward
+    assert _count(lambda: depthwise(x.detach()).sum().backward())[()]["flops"] == 2 * forward
+
+
+@pytest.mark.parametrize("function", [functional.hardswish, functional.mish])
+def test_activations_that_change_their_input_have_a_formula(function: Any) -> None:
+    x = torch.randn(4, 4, requires_grad=True)
+    content = _count(lambda: function(x * 2, inplace=True).sum().backward())
+    assert content[("",)]["missing"] == []
+
+
 def _attend(x: Any) -> Any:
     return functional.scaled_dot_product_attention(x[None], x[None], x[None], is_causal=True)
 

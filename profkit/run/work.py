@@ -4,7 +4,8 @@ All numbers are of one instance of a range and include the ranges inside it. A p
 below the step, outermost first: ``("forward", "layer 0")``; ``()`` is the step itself. In a run over several context
 lengths that range stands before: ``("context 128", "forward")``, and ``("context 128",)`` for a step in it.
 
-- ``flops``: matrix products and convolutions as executed, by the formulas of torch's FlopCounterMode.
+- ``flops``: matrix products and convolutions as executed, by the formulas of torch's FlopCounterMode; the gradient
+  of a convolution's weights counts once, and not once for each of its groups.
 - ``needed_flops``: the same, but of causal attention only what the mask leaves: for query q its q + 1 keys.
 - ``recomputed_flops``: the part of ``flops`` that repeats what the forward pass did: what a checkpoint computes again,
   and of fused attention's backward the product for the scores. The model asks for the rest; the hardware does both.

@@ -21,7 +21,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+from torch.utils.flop_counter import (
+    conv_flop_count,
+    flop_registry,
+    sdpa_backward_flop_count,
+    sdpa_flop_count,
+)
 
 
 def _names(text: str) -> frozenset[str]:
@@ -89,8 +94,8 @@ MOVES = _names(
 ELEMENTWISE = _names(
     """
     _prelu_kernel _prelu_kernel_backward elu_backward floor_divide glu_backward hardshrink_backward hardsigmoid_backward
-    hardtanh_backward leaky_relu_backward log_sigmoid_backward mish_backward polar prelu rrelu_with_noise_backward rsub
-    softplus_backward softshrink_backward
+    hardswish hardswish_backward hardtanh_backward leaky_relu_backward log_sigmoid_backward mish mish_backward polar
+    prelu rrelu_with_noise_backward rsub softplus_backward softshrink_backward
     """
 )
 """One operation for each element, of operators that torch does not mark as elementwise."""
@@ -213,15 +218,25 @@ def has_other_gradient(func: Any, args: Sequence[Any]) -> bool:
 def torch_flops(func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> int | None:
     """Return the FLOPs of an operator by torch's own formula, None if torch has none for it.
 
+    torch counts the gradient of a convolution's weights once more for each of its groups; this does not.
     Attention in which several heads of the query share one of key and value counts with a head of their own for each,
     as it runs: torch 2.13's formula does so too, older ones refuse it.
     """
     formula = product_formula(func)
     if formula is None:
         return None
+    if base_name(func) == "convolution_backward":
+        return _convolution_backward_flops(name_arguments(func, args, kwargs))
     if base_name(func).startswith(_ATTENTION):
         args = _with_own_heads(func, args)
     return int(formula(*args, **kwargs, out_val=out))
+
+
+def _convolution_backward_flops(given: dict[str, Any]) -> int:
+    """Return the FLOPs of the gradients that are asked for: those of input and weights have the forward pass's each."""
+    x, weight, gradient = (given[name].shape for name in ("input", "weight", "grad_output"))
+    forward = conv_flop_count(x, weight, gradient, transposed=given["transposed"])
+    return int(sum(given["output_mask"][:2]) * forward)
 
 
 def _with_own_heads(func: Any, args: Sequence[Any]) -> Sequence[Any]:

@@ -50,7 +50,7 @@ _EXACT = (
 
 _SOURCES = {
     "formula": "computed from the model's sizes",
-    "counted": "torch's count in one step",
+    "counted": "counted in one step",
     "payload": "stored in the ranges by their program",
 }
 
