@@ -853,8 +853,19 @@ def test_what_rare_steps_do_in_several_phases_is_one_call(run_with_lines: Path) 
     trainer = line(90, "fit", None, 25)
     rare = find(line(60, "argmax", None, 4), trainer, replace(line(90, "fit", "backward", 3), error_ns=0))
     assert rare.line == trainer
-    # Waits for data are no part of how much longer rare steps take.
-    assert find(making, writing, line(90, "next", "data", 30)).line == making
+    # A wait for data is part of what takes longer if no other step waits there: for the batches of an evaluation.
+    waits = line(90, "DataLoader.__iter__", "data", 40)
+    assert find(making, writing, waits).line == waits
+    assert find(making, writing, waits, replace(waits, error_ns=0)).line == making
+
+
+def test_what_a_rare_step_waits_longer_for_data_is_part_of_it() -> None:
+    usual = {"step_ns": 60_000_000, "data_ns": 10_000_000}
+    steps = (*[usual] * 19, {"step_ns": 1_000_000_000, "data_ns": 610_000_000})
+    validating = LineTime("/me/train.py", 50, "main", "validate", None, "main", 400, 47_000_000, 47_000_000, 0.0)
+    rare = find_rare_steps(RunLines(LineSteps(steps), (validating,)))
+    assert rare is not None
+    assert (rare.longer_ns, rare.lines_ns) == (940_000_000, 940_000_000)
 
 
 USUAL = {"forward_ns": 4_000_000, "backward_ns": 5_000_000, "step_ns": 10_000_000}

@@ -10,8 +10,9 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
-from statistics import median
+from itertools import compress, pairwise
+from operator import not_
+from statistics import fmean, median
 
 from profkit.analysis.time_account.step_times import mark_rare_steps, samples_on_host
 from profkit.names import DATA, INFERENCE, STEP
@@ -70,14 +71,17 @@ def find_rare_steps(found: RunLines, timed: Sequence[Mapping[str, int]] = ()) ->
 
     How long they are, and why, show those in which lines were looked for. How many there are show the ``timed``, too.
 
-    Waits for data are part of the typical step, which has their mean. The first step counts for none, if looking for
-    lines began in it. A line that runs in rare steps alone has the standard error that so few of so many steps give it.
+    Waits for data are part of the typical step, which has their mean; what a rare one waits longer, for batches of an
+    evaluation say, is part of the rare one. The first step counts for none, if looking for lines began in it. A line
+    that runs in rare steps alone has the standard error that so few of so many steps give it.
     """
-    times = [step[f"{STEP}_ns"] - step.get(f"{DATA}_ns", 0) for step in found.steps.steps]
+    waits = [step.get(f"{DATA}_ns", 0) for step in found.steps.steps]
+    times = [step[f"{STEP}_ns"] - wait_ns for step, wait_ns in zip(found.steps.steps, waits, strict=True)]
     usual_ns = median(times) if times else 0
-    marked = enumerate(mark_rare_steps(found.steps.steps))
-    rare = [at for at, is_rare in marked if is_rare and (at or found.steps.is_after_rare)]
-    longer_ns = sum(times[at] - usual_ns for at in rare)
+    is_rare = mark_rare_steps(found.steps.steps).tolist()
+    usual_wait_ns = fmean([*compress(waits, map(not_, is_rare))] or [0])
+    rare = [at for at, marked in enumerate(is_rare) if marked and (at or found.steps.is_after_rare)]
+    longer_ns = sum(times[at] - usual_ns + max(0.0, waits[at] - usual_wait_ns) for at in rare)
     if not rare or longer_ns < _LEAST_LONGER * sum(times):
         return None
     spread = _spread_of(len(rare), len(times))
@@ -85,7 +89,8 @@ def find_rare_steps(found: RunLines, timed: Sequence[Mapping[str, int]] = ()) ->
     alone = [line for line in known if _varies_as_rare(line, spread)]
     elsewhere = {line.place for line in known if line not in alone and line.samples > _STRAY}
     is_seen = [line.samples >= FEWEST_SAMPLES or _holds_lock(line, len(times)) for line in alone]
-    alone = [line for line, fits in zip(alone, is_seen, strict=True) if fits and line.phase != DATA]
+    alone = [line for line, fits in zip(alone, is_seen, strict=True) if fits]
+    alone = [line for line in alone if line.phase != DATA or line.place not in elsewhere]
     places = _join_phases(alone)
     line = _choose_exclusive(places, elsewhere, _sum_by_phase(alone))
     innermost = [line for line in places if not line.is_caller]
