@@ -65,8 +65,8 @@ PROGRAMS: dict[str, Program] = {
     "GAN": Program(
         "gan",
         {"forward": 4, "loss": 3, "backward": 3, "optimizer": 2},
-        _both_ways(*(f"Discriminator/main/main.{number}" for number in range(3)), times=3)
-        | _both_ways(*(f"Generator/main/main.{number}" for number in range(3)))
+        _both_ways(*(f"Discriminator/Discriminator.main/Discriminator.main.{number}" for number in range(3)), times=3)
+        | _both_ways(*(f"Generator/Generator.main/Generator.main.{number}" for number in range(3)))
         | {"optimizer/Adam": 1, "optimizer/SGD": 1},
         step="one step each of the optimizers Adam and SGD",
     ),
@@ -85,8 +85,8 @@ PROGRAMS: dict[str, Program] = {
     "Wasserstein GAN": Program(
         "wasserstein",
         {"forward": 4, "backward": 2, "optimizer": 2},
-        _both_ways(*(f"critic/{number}" for number in range(3)), times=3)
-        | _both_ways(*(f"generator/{number}" for number in range(3)))
+        _both_ways(*(f"critic/critic.{number}" for number in range(3)), times=3)
+        | _both_ways(*(f"generator/generator.{number}" for number in range(3)))
         | {"optimizer/optimizer_c": 1, "optimizer/optimizer_g": 1},
         step="one step each of the optimizers optimizer_c and optimizer_g",
     ),
@@ -111,7 +111,7 @@ PROGRAMS: dict[str, Program] = {
         # What was traced is called once, and once more without gradients by torch's check of it; tracing has no range.
         _STEP | {"forward": 2, "inference": 1},
         {f"{phase}/RecursiveScriptModule": 1 for phase in ("forward", "backward")}
-        | {"forward/TopLevelTracedModule": 1, "inference/Net/features": 1, "inference/Net/head": 1},
+        | {"forward/TopLevelTracedModule": 1, "inference/Net/Net.features": 1, "inference/Net/Net.head": 1},
         linked=False,  # torch.profiler links no operator of a scripted graph
     ),
     "compiled": Program("compiled", _STEP, _both_ways("model"), linked=False),
@@ -128,7 +128,7 @@ PROGRAMS: dict[str, Program] = {
         "ema_validation",
         _STEP | {"loss": 1, "inference": 2},
         _both_ways(*(f"model/{number}" for number in range(4)))
-        | {f"inference/average/{number}": 1 for number in range(4)}
+        | {f"inference/average/average.{number}": 1 for number in range(4)}
         | {"loss/MSELoss": 1, "inference/MSELoss": 1, "backward/MSELoss": 1},
     ),
     "inference": Program("inference", {"inference": 1}, {f"inference/model/{number}": 1 for number in range(5)}),

@@ -374,7 +374,8 @@ class Hooks(RangeObserver):
         if self.is_recording:
             part = self.names.part(module)
             if part is None:
-                part = self.names.name_root(module, type(module).__name__ if is_loss else self.steps.name_of(module))
+                called = type(module).__name__ if is_loss else self.steps.name_of(module)
+                part = self.names.name_root(module, called, self.steps.models)
             call, name = Call(part.range, opened.call, self, part.owner, part.reference), part.name
             self.autocast_dtypes |= autocast_dtypes()
             self.has_detected_anomalies |= torch.is_anomaly_enabled()
@@ -414,7 +415,7 @@ class Hooks(RangeObserver):
 
     def name_model(self, model: nn.Module) -> None:
         if self.names.part(model) is None:
-            self.names.name_root(model, self.steps.name_of(model))
+            self.names.name_root(model, self.steps.name_of(model), self.steps.models)
 
     @_harmless
     def replicas_begin(self, model: nn.Module, replicas: Sequence[nn.Module]) -> None:

@@ -95,15 +95,20 @@ class ModuleNames:
         """What is known of each module; by its id, which is much faster to look up than a weak reference to it."""
         self._of_wrapped: WeakKeyDictionary[nn.Module, Part] = WeakKeyDictionary()
 
-    def name_root(self, root: nn.Module, name: str = ROOT) -> Part:
+    def name_root(self, root: nn.Module, name: str = ROOT, models: Iterable[nn.Module] = ()) -> Part:
+        """Name a model's modules; where one of the ``models`` has a part of the same name, ranges say whose it is."""
         model = unwrap(root)
         paths = self._paths_with_range(model)
         # Of the wrapped model itself the wrapper has the range.
         children = [(plain_name(path), module) for path, module in model.named_modules() if path]
         named = {path for path, _ in children}
         prefix = f"{name}/" if name in named else prefix_of(root, name)
+        whose = ""
+        if named and name != ROOT:  # a loss that is made anew in each step has no parts: it is named at once
+            others = (plain_name(path) for one in models if one is not model for path, _ in one.named_modules())
+            whose = f"{name}." if any(path in named for path in others) else ""
         for path, module in children:
-            path_range = path if path in paths else None
+            path_range = whose + path if path in paths else None
             # Of a part that was compiled by itself, the wrapper has the range.
             self._register(module, path, prefix + path, path_range if path in named else None, path_range)
             named.discard(path)
