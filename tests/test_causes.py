@@ -727,6 +727,9 @@ AVERAGED = equal_steps(FORWARD, *[copy(50_000, 2), wait, python(80_000)] * 40)
 AVERAGES = {"lines": [line(7 * MS, called="weight.to", waits=40, waiting_ns=4 * MS)]}
 LOGITS = line(2 * MS, called="logits.to", waits=1, waiting_ns=2 * MS)
 WAITS = [launch(NVJET, 60_000, 5), wait, python(60_000)] * 8
+SCALED = equal_steps(launch(NVJET, 100_000, 2), within("optimizer", *WAITS))
+SCALER = line(MS, "optimizer", "scaler.step", waits=8, inside="grad_scaler.GradScaler._maybe_opt_step")
+IN_BF16 = {"autocast_dtypes": ["bfloat16"]}
 IN_TF32 = within("forward/model/head", launch(TF32, MS, 8))
 MEANWHILE = launch(NVJET, 5 * MS)
 PACKED, COPIED = equal_steps(python(2 * MS), LONG, wait), equal_steps(python(2 * MS), copy(20_000), LONG, wait)
@@ -780,6 +783,8 @@ NEARLY: list[Case] = [
     ("python", made_in_python(), python_numbers("make_batch")),
     # Three parts of a batch that come from the host.
     ("waits", equal_steps(*[copy(50_000), wait, python(80_000)] * 3, FORWARD), {"lines": [MOVED_PARTS]}),
+    # What an optimizer's own step waits for it needs.
+    ("waits", SCALED, {"lines": [replace(SCALER, inside="adam._get_value")]}),
     # Nothing comes after the copy, and the program waits for it itself.
     # Nobody sums in another order; the line moves a batch, too.
     ("gather", sums_rows(), {"conditions": DETERMINISTIC}),
@@ -1001,6 +1006,8 @@ NAMED: dict[str, Case] = {
         {**works(("", "index", 30, MIB)), "lines": [replace(IN_MODEL_FILE, called=None)]},
     ),
     "gradients that are summed up in order": ("deterministic", sums_rows(), {"conditions": DETERMINISTIC}),
+    "a GradScaler that bf16 does not need": ("waits", SCALED, {"lines": [SCALER], "conditions": IN_BF16}),
+    "a GradScaler before an optimizer that is not fused": ("waits", SCALED, {"lines": [SCALER]}),
     "a wait in a library's code": (
         "waits",
         equal_steps(within("forward", *WAITS)),

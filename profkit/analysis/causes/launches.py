@@ -93,7 +93,7 @@ def _waits(evidence: Evidence) -> Iterator[Cause]:
     waits: list[LineTime] = []
     for line in evidence.lines:
         is_own = line.file is not None and line.thread != "worker" and line.place not in evidence.trainer_lines
-        trains = (line.called or "").endswith(_TRAINING)
+        trains = (line.called or "").endswith(_TRAINING) and not _scales_gradients(line)
         is_batch = _moves_to_gpu(evidence, line) and line.waits < _SEVERAL_MOVES
         if is_own and line.waits >= 1 and not trains and not is_batch:
             waits.append(replace(line, called=line.waits_in or line.called))
@@ -161,6 +161,9 @@ def _stop_reading(evidence: Evidence, lines: Sequence[LineTime]) -> tuple[str, S
     change += " every 50 steps or so"
     if _name_inside(line):
         change = f"see what {line.inside} reads there: an argument or a setting may spare it"
+    if _scales_gradients(line):
+        is_in_bf16 = evidence.condition("autocast_dtypes") == ("bfloat16",)
+        change = "no GradScaler: bf16 needs none" if is_in_bf16 else "a fused optimizer, which looks for inf on the GPU"
     share = _share_outside(evidence, lines)
     if share:
         change = "do it every 50 steps or so, or not at all"
@@ -206,6 +209,11 @@ def _stop_computing(evidence: Evidence, places: Collection[tuple[str | None, int
 
         left = {world: 1 - share * gone for world, gone in _GONE.items()}
         yield scale_operations("read less often", evidence.choose(holds), left, "what else needs the values")
+
+
+def _scales_gradients(line: LineTime) -> bool:
+    """Return whether a GradScaler reads whether a gradient is infinite, before an optimizer that cannot look itself."""
+    return line.waits >= 1 and (line.inside or "").startswith("grad_scaler.")
 
 
 def _name_inside(line: LineTime) -> str:
