@@ -1685,6 +1685,8 @@ def test_how_much_of_rare_steps_a_line_has_is_said_unless_it_has_most(tmp_path: 
 
     half = replace(line(2 * MS, called="torch.save", line=50), error_ns=MS, samples=160)
     assert advise(half).cause == "one step in 10 takes 40 ms longer, 20 ms of it for torch.save"
+    loading = replace(line(4 * MS, "data", "DataLoader.__iter__", line=50), error_ns=2 * MS)
+    assert advise(loading).change.endswith("or give its DataLoader workers that stay: persistent_workers=True")
     # What a trainer does in rare steps is no line of the user's own.
     fit = line(4 * MS, called="trainer.fit")
     found = advise(replace(fit, error_ns=2 * MS), replace(fit, phase="backward"))

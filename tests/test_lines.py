@@ -758,6 +758,10 @@ def test_steps_that_are_rare_and_long_are_said_with_their_line(run_with_lines: P
     assert find([usual] * 9 + [long]) is None  # of one in ten the line's error would be larger
     saving = replace(saving, error_ns=saving.time_ns)
     assert find([usual] * 9 + [long]) == RareSteps(1, 10 + timed, 55_000_000, None, saving, 10 * saving.time_ns)
+    write_lines(path, RunLines(LineSteps((*[usual] * 9, long), is_after_rare=True), (every_step, saving)))
+    text = " ".join(check_profkit("summary", str(run_with_lines), cwd=run_with_lines).stdout.split())
+    assert "one step in 10 takes 55.00 ms longer, which is no part of this (28.00 ms of it at train.py:50 save)" in text
+    assert "a first time may take longest" not in text, "it was left out"
     assert find([usual] * 4 + [long]) is None  # it would have taken longer
     waiting = {"step_ns": 60_000_000, "data_ns": 55_000_000}
     barely = [usual] * 400 + [{"step_ns": 11_000_000}]
@@ -866,6 +870,11 @@ def test_what_a_rare_step_waits_longer_for_data_is_part_of_it() -> None:
     rare = find_rare_steps(RunLines(LineSteps(steps), (validating,)))
     assert rare is not None
     assert (rare.longer_ns, rare.lines_ns) == (940_000_000, 940_000_000)
+    # A trainer's line waits for the batches, as in every step: the rest shows that this is no pause of the machine's.
+    found = RunLines(LineSteps(steps), (replace(validating, time_ns=10_000_000, error_ns=10_000_000),))
+    rare = find_rare_steps(found)
+    assert rare is not None
+    assert (rare.longer_ns, rare.lines_ns, rare.is_explained) == (940_000_000, 200_000_000, False)
 
 
 USUAL = {"forward_ns": 4_000_000, "backward_ns": 5_000_000, "step_ns": 10_000_000}
@@ -896,7 +905,7 @@ def test_a_line_that_runs_in_rare_steps_alone_is_none_of_the_typical_steps(tmp_p
     assert result.rare == (saving,), "as sampled"
     assert [line.line for line in choose_lines(result)] == [30]
     text = " ".join(run_command("efficiency", run, "--by", "line").stdout.split())
-    assert "left out: train.py:50 main: time.sleep, which rare steps alone ran; on average 5.000 ms a step" in text
+    assert "left out: train.py:50 main: time.sleep, which rare steps alone ran outside of phases; on average" in text
 
 
 def test_a_pause_in_one_step_is_taken_from_the_lines_that_had_it(tmp_path: Path) -> None:

@@ -81,7 +81,8 @@ def find_rare_steps(found: RunLines, timed: Sequence[Mapping[str, int]] = ()) ->
     is_rare = mark_rare_steps(found.steps.steps).tolist()
     usual_wait_ns = fmean([*compress(waits, map(not_, is_rare))] or [0])
     rare = [at for at, marked in enumerate(is_rare) if marked and (at or found.steps.is_after_rare)]
-    longer_ns = sum(times[at] - usual_ns + max(0.0, waits[at] - usual_wait_ns) for at in rare)
+    apart_ns = sum(times[at] - usual_ns for at in rare)
+    longer_ns = apart_ns + sum(max(0.0, waits[at] - usual_wait_ns) for at in rare)
     if not rare or longer_ns < _LEAST_LONGER * sum(times):
         return None
     spread = _spread_of(len(rare), len(times))
@@ -94,8 +95,8 @@ def find_rare_steps(found: RunLines, timed: Sequence[Mapping[str, int]] = ()) ->
     places = _join_phases(alone)
     line = _choose_exclusive(places, elsewhere, _sum_by_phase(alone))
     innermost = [line for line in places if not line.is_caller]
-    # One alone may be a pause of the machine's, unless a line shows what ran in it.
-    if len(rare) == 1 and sum(line.time_ns for line in innermost) * len(times) < _COVERED * longer_ns:
+    # One alone may be a pause of the machine's, unless a line shows what ran in it; it waits where others wait, too.
+    if len(rare) == 1 and sum(line.time_ns for line in innermost) * len(times) < _COVERED * apart_ns:
         return None
     every = _distance_of([*[-1] * found.steps.is_after_rare, *rare], len(times))
     together = [] if line is None or line.is_caller else [each for each in innermost if _is_near(each, line)]

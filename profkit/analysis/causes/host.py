@@ -244,7 +244,10 @@ def _rare_steps(evidence: Evidence) -> Iterator[Cause]:
     # What else runs in these steps, as the rest of a rollout, stays.
     saved_ns = min(round(rare.lines_ns / every), mean_ns - evidence.now_ns)
     name = rare.line.called or rare.line.function if rare.call is None else _name_call(rare.call)
-    change = f"do it less often, or {'on larger batches' if rare.evaluates else 'beside training'}"
+    how = "on larger batches" if rare.evaluates else "beside training"
+    if rare.line.phase == DATA:
+        how = "give its DataLoader workers that stay: persistent_workers=True"
+    change = f"do it less often, or {how}"
     what = f"for {name}"
     # What a trainer's line does in rare steps is no part of the usual ones, whose lines are the evidence's.
     if rare.line.place in lines_of_trainers((rare.line, *evidence.lines, *evidence.facts.callers)):

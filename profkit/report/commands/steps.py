@@ -170,7 +170,7 @@ def _notes(result: LinesResult) -> Iterator[str]:
         yield "waiting for the GPU is not work: removing a wait helps only if the GPU is idle meanwhile"
 
     for line in result.rare:
-        where, mean = f" in {line.phase}" if line.phase else "", NS.show(line.time_ns)
+        where, mean = f" in {line.phase}" if line.phase else " outside of phases", NS.show(line.time_ns)
         yield f"left out: {name_line(line)}, which rare steps alone ran{where}; on average {mean} a step"
 
 

@@ -285,7 +285,8 @@ def _describe_rare(summary: Summary) -> Iterator[str]:
     if rare is not None:
         part = "" if rare.is_explained else f"{format_ns(rare.lines_ns)} of it at "
         where = "" if rare.line is None else f" ({part}{name_source(rare.line)})"
-        once = "; a first time may take longest" if rare.count == 1 else ""
+        # How often they come one alone shows only after a first one, which was left out.
+        once = "; a first time may take longest" if rare.count == 1 and rare.every is None else ""
         yield f"{rare.which} {format_ns(rare.longer_ns)} longer, which is no part of this{where}{once}"
 
 
