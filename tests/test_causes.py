@@ -558,6 +558,15 @@ def padded(in_longest: int, used: int | None = None) -> tuple[Program, dict[str,
     return program, works(padding={"positions": 1000, "in_longest": in_longest, "used": used or in_longest})
 
 
+def saved_on_cpu(held: int) -> tuple[Program, dict[str, Any]]:
+    """What a pass keeps for backward is on the CPU meanwhile, where nothing computes with it."""
+    saving = [within("forward", launch(NVJET, 200_000), copy(100_000, 2)), python(10_000)] * 10
+    program = equal_steps(*saving, within("backward", copy(100_000), launch(NVJET, 400_000), wait))
+    inside = "graph.save_on_cpu.__init__.pack_to_cpu"
+    keeping = line(2 * MS, "forward", "self.mlp", waits=10, waiting_ns=MS, inside=inside)
+    return program, {**with_memory(held), "lines": [keeping]}
+
+
 def with_memory(held: int) -> dict[str, Any]:
     """Return the conditions of a process that held this much of a GPU's memory."""
     return {"conditions": {"reserved_peak_bytes": held, "gpu_memory_bytes": 140 * GIB}}
@@ -904,6 +913,8 @@ NEARLY: list[Case] = [
     ("batch", small_passes(1, 3_000), with_memory(60 * GIB)),
     ("batch", small_passes(3, 3_000), with_memory(10 * GIB)),
     ("recompute", checkpointed("h.0", "h.1"), with_memory(120 * GIB)),
+    ("saved-on-cpu", *saved_on_cpu(120 * GIB)),
+    ("waits", *saved_on_cpu(120 * GIB)),
     ("growth", *grows(2**18)),
     # Both calls are read, or it is unknown which of two that differ is not.
     ("unread-graph", passes(4, 4, read=2), {}),
@@ -1130,6 +1141,7 @@ NAMED: dict[str, Case] = {
         {**with_memory(10 * GIB), "lines": [line(MS // 2, called="draw")]},
     ),
     "small passes of one step": ("batch", small_passes(4, 3_000), with_memory(10 * GIB)),
+    "saved on the CPU beside free memory": ("saved-on-cpu", *saved_on_cpu(30 * GIB)),
     "checkpoints beside free memory": ("recompute", checkpointed("h.0", "h.1"), with_memory(30 * GIB)),
     "checkpoints of two towers": (
         "recompute",

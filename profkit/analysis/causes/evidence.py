@@ -571,6 +571,11 @@ def sums_by_index(operation: Operation) -> bool:
     return "indexing_backward" in operation.name
 
 
+def saves_on_cpu(line: LineTime) -> bool:
+    """Return whether most waits of a line are those of torch.autograd.graph.save_on_cpu for what it saves."""
+    return line.waits >= 1 and "save_on_cpu" in (line.inside or "")
+
+
 def source_line(line: LineTime | OperatorLine) -> SourceLine:
     assert line.file is not None
     return SourceLine(line.file, line.line, line.function)

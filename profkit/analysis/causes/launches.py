@@ -28,6 +28,7 @@ from profkit.analysis.causes.evidence import (
     Place,
     edits,
     name_times,
+    saves_on_cpu,
     source_line,
     sums_by_index,
 )
@@ -95,7 +96,7 @@ def _waits(evidence: Evidence) -> Iterator[Cause]:
         is_own = line.file is not None and line.thread != "worker" and line.place not in evidence.trainer_lines
         trains = (line.called or "").endswith(_TRAINING) and not _scales_gradients(line)
         is_batch = _moves_to_gpu(evidence, line) and line.waits < _SEVERAL_MOVES
-        if is_own and line.waits >= 1 and not trains and not is_batch:
+        if is_own and line.waits >= 1 and not trains and not is_batch and not saves_on_cpu(line):
             waits.append(replace(line, called=line.waits_in or line.called))
     for lines in _group_adjacent(waits):
         line = max(lines, key=lambda line: line.waits)

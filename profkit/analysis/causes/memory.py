@@ -5,12 +5,24 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator
 
-from profkit.analysis.causes.changes import enlarge_batch, without_calls
-from profkit.analysis.causes.evidence import Cause, Evidence, Interval, edits, find_line, name_ms
+from profkit.analysis.causes.changes import enlarge_batch, without_calls, without_copies
+from profkit.analysis.causes.evidence import (
+    Cause,
+    Evidence,
+    Interval,
+    Operation,
+    edits,
+    find_line,
+    name_ms,
+    saves_on_cpu,
+    source_line,
+)
 from profkit.analysis.memory.failures import check_leaks
 from profkit.analysis.memory.places import PartRow
-from profkit.analysis.step_replay.limits import Limit
+from profkit.analysis.step_replay.limits import OUTSIDE, Limit
+from profkit.analysis.step_replay.steps import FROM_HOST, ReplayedStep
 from profkit.analysis.summary import EXPANDABLE, WORTH
+from profkit.names import BACKWARD
 
 _FORWARDS = ("forward", "loss")
 _HALF = 0.5
@@ -182,9 +194,38 @@ def _small_batch(evidence: Evidence) -> Iterator[Cause]:
         )
 
 
+def _saved_on_cpu(evidence: Evidence) -> Iterator[Cause]:
+    """What backward needs is copied to the CPU and back (save_on_cpu), although the GPU's memory would hold it."""
+    step, lines = evidence.step, [line for line in evidence.lines if saves_on_cpu(line)]
+    capacity, held = evidence.condition("gpu_memory_bytes"), evidence.condition("reserved_peak_bytes")
+    if step is None or not lines or not isinstance(capacity, int) or not isinstance(held, int):
+        return
+    phases = {line.phase or OUTSIDE for line in lines}
+
+    def find(step: ReplayedStep) -> list[Operation]:
+        saving = [one for one in evidence.awaited_copies(step) if one.phase in phases and one.name != FROM_HOST]
+        back = [one for one in evidence.operations(step) if one.phase == BACKWARD and one.name == FROM_HOST]
+        return [*saving, *back]
+
+    saved = sum(step.copied_bytes[int(step.columns.row[one.at])] for one in find(step) if one.phase != BACKWARD)
+    if not saved or held + saved > _FULL * capacity:
+        return
+    yield Cause(
+        code="saved-on-cpu",
+        cause="save_on_cpu copies what backward needs to the CPU, and back",
+        detail=f": {saved / 2**20:,.0f} MiB a step, and {1 - held / capacity:.0%} of the GPU's memory is free",
+        line=source_line(max(lines, key=lambda line: line.waits)),
+        change="no torch.autograd.graph.save_on_cpu around it",
+        changes=[without_copies("saved-on-cpu", lambda step: [one.call for one in find(step)])],
+        costs="the memory of what is saved",
+        evidence={"saved_bytes": saved, "reserved_peak_bytes": held, "gpu_memory_bytes": capacity},
+    )
+
+
 MEMORY = (
     _growth,
     _needless_checkpoints,
+    _saved_on_cpu,
     _expandable,
     _gradients_in_forward,
     _checkpoint,
