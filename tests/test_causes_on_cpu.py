@@ -189,6 +189,16 @@ def test_lines_outside_of_the_passes_are_one_cause_with_what_is_written_in_their
     assert average.tries[0].change == "do it less often"
 
 
+def test_a_line_that_multiplies_matrices_is_a_part_of_the_model_called_by_name(tmp_path: Path) -> None:
+    assert codes(advise(tmp_path, line(10, 8), line(11, 4), dtype="fp32")) == ["python"]
+    product = {"path": [], "operator": "mm", "dtype": "float32", "file": "train.py", "line": 10, "function": "prepare"}
+    work = json.loads((tmp_path / "work.json").read_text())
+    work["lines"] = [{**product, "count": 1, "flops": 1_000, "bytes": 10}]
+    (tmp_path / "work.json").write_text(json.dumps(work))
+    opened = open_capture(tmp_path)
+    assert not find_advice(opened, summarize_capture(opened)).tries
+
+
 def test_what_large_operators_compute_outside_of_the_passes_may_have_to_stay(tmp_path: Path) -> None:
     highs = []
     for name, outside in {"large": [("aten::histogram", 5_000.0)] * 2, "small": [("aten::copy_", 10.0)] * 900}.items():

@@ -134,14 +134,19 @@ def _loader(evidence: Evidence, step: CpuStep) -> Iterator[Cause]:
 def _python_lines(evidence: Evidence, step: CpuStep, operators: _Operators) -> Iterator[Cause]:
     """Lines that run outside of the passes and the optimizer: batches, masks, averages and logs made by hand.
 
-    What large operators compute there may have to be computed in any case, or can be left out of most steps.
+    What large operators compute there may have to be computed in any case, or can be left out of most steps. What
+    multiplies matrices is a part of the model, whose ``forward`` was called by name.
     """
     if FORWARD not in step.phases:
         return
     outside = [line for line in _own_lines(evidence, step) if line.phase is None and not evidence.computes_loss(line)]
     outside_ns = max(1, step.now_ns - sum(step.phases.values()))
     large_ns = operators.large_ns(operators.of_phase(None))
+    counted = () if evidence.work is None else evidence.work.lines
+    multiply = {(one.file, one.line) for one in counted if one.flops}
     for lines in group_nearby(outside):
+        if any(line.place in multiply for line in lines):
+            continue
         line, time_ns, error_ns = _sum(lines)
         saved: dict[World, float] = dict.fromkeys(WORLDS, time_ns)
         saved["most"] *= 1 - min(1.0, large_ns / outside_ns)
