@@ -256,6 +256,11 @@ def test_the_step_is_named_where_several_contexts_have_one_each(tmp_path: Path) 
     assert budget_label(contexts) == "max-step-ms context 128, step"
 
 
+def test_a_limit_that_looks_like_what_was_measured_is_shown_exactly(tmp_path: Path) -> None:
+    result = run_command("check", make_timed_run(tmp_path, clean_ns=1_000_400), "--max-step-ms", "1.0001")
+    assert "BROKEN   max-step-ms  1,000,400 ns  ≤ 1,000,100 ns" in result.stdout
+
+
 def test_each_way_of_asking_prints_what_it_did(tmp_path: Path) -> None:
     """Exit 3 if a budget is broken or cannot be judged, 2 for a wrong request: each says in one line what is wrong."""
     path = write_steps(tmp_path / "t.sqlite", [STEP, STEP])

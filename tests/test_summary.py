@@ -41,6 +41,7 @@ from profkit.report.units import format_share
 from profkit.run.lines import LineSteps, LineTime, RunLines, write_lines
 from profkit.run.manifest import Manifest, Workload
 from profkit.run.recording import COMMAND_WARMUP
+from profkit.text_kinds import LEFT_OUT
 from tests.captures import CAPTURES, capture
 from tests.conftest import ROOT
 from tests.efficiency_runs import SMALL, change_manifest, make_small_run, make_timed_run, write_run
@@ -163,6 +164,9 @@ def test_the_command_that_was_just_run_is_recommended_only_if_it_could_record_mo
     summary = replace(small, missing=("lines of source",), why_missing=why_left_out(manifest))
     said = " ".join(render(build_summary_document(summary, AdviceResult()), "table").split())
     assert f"Lacks lines of source: {why or '`profkit run -- '}" in said
+    copied = replace(summary, why_missing=None, head=replace(small.head, command=[f"{LEFT_OUT} 7"]))
+    said = " ".join(render(build_summary_document(copied, AdviceResult()), "table").split())
+    assert "Lacks lines of source: `profkit run` records them" in said
     script = Manifest(kind="command", command=("profkit", "run", *options, *target[1:]), argv=target)
     assert why_left_out(replace(script, workload=manifest.workload)) == summary.why_missing
 

@@ -368,6 +368,8 @@ _BUDGET_COLUMNS = (
     Column("measured_text", "measured", Unit(str)),
     Column("limit_text", "limit", Unit(str)),
 )
+_EXACT_TEXTS = {"ns": "{:,.0f} ns", "bytes": "{:,.0f} B", "share": "{:.4%}"}
+"""For a quantity and a limit that would look the same."""
 _EXACT_BUDGET = ("budget", "subject", "measured", "limit", "unit", "held", "judged", "detail")
 
 
@@ -399,12 +401,15 @@ def budget_label(line: BudgetLine) -> str:
 
 def _budget_row(line: BudgetLine) -> dict[str, Any]:
     sign = "" if line.limit is None or line.budget == BASELINE else "≥ " if line.budget == MIN_MFU else "≤ "
+    measured, limit = (_show_quantity(line, value) for value in (line.measured, line.limit))
+    if measured == limit and line.measured != line.limit:
+        measured, limit = (_EXACT_TEXTS[line.unit].format(value) for value in (line.measured, line.limit))
     return {
         **vars(line),
         "verdict": "held" if line.held else "BROKEN" if line.judged else "NOT JUDGED",
         "label": budget_label(line),
-        "measured_text": _show_quantity(line, line.measured),
-        "limit_text": sign + _show_quantity(line, line.limit),
+        "measured_text": measured,
+        "limit_text": sign + limit,
     }
 
 

@@ -33,6 +33,7 @@ from profkit.report.commands.steps import describe_limits, describe_line, name_s
 from profkit.report.commands.trials import describe_trial, name_trial
 from profkit.report.document import Column, Document, Labelled, Lines, Table, wrap, wrap_labelled
 from profkit.report.units import TEXT, format_bytes, format_change, format_count, format_ns, format_share
+from profkit.text_kinds import LEFT_OUT
 
 _SCHEMA = 2
 
@@ -216,8 +217,10 @@ def _tried(result: AdviceResult) -> Iterator[Line]:
 
 def _missing(summary: Summary) -> Iterator[Line]:
     if summary.missing:
-        command = shlex.join(_words(summary.head))
-        cure = summary.why_missing or f"`profkit run -- {command}` records them"
+        words = _words(summary.head)
+        # A copy that is shared does not hold the command.
+        command = "" if any(word.startswith(LEFT_OUT) for word in words) else f" -- {shlex.join(words)}"
+        cure = summary.why_missing or f"`profkit run{command}` records them"
         yield "Lacks", f"{' and '.join(summary.missing)}: {cure}"
 
 
