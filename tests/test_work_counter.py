@@ -124,11 +124,21 @@ def test_gradients_of_a_convolution_in_groups_have_the_flops_of_its_forward_pass
     assert _count(lambda: depthwise(x.detach()).sum().backward())[()]["flops"] == 2 * forward
 
 
-@pytest.mark.parametrize("function", [functional.hardswish, functional.mish])
+@pytest.mark.parametrize("function", [functional.elu, functional.hardswish, functional.mish])
 def test_activations_that_change_their_input_have_a_formula(function: Any) -> None:
     x = torch.randn(4, 4, requires_grad=True)
     content = _count(lambda: function(x * 2, inplace=True).sum().backward())
     assert content[("",)]["missing"] == []
+
+
+@pytest.mark.parametrize("is_smooth", [False, True])
+def test_images_that_are_resized_and_weights_that_are_normalized_have_a_formula(is_smooth: bool) -> None:
+    layer, x = nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)), torch.randn(1, 1, 4, 4, requires_grad=True)
+
+    def run() -> None:
+        functional.interpolate(layer(x), (8, 8), mode="bicubic", antialias=is_smooth).sum().backward()
+
+    assert _count(run)[("",)]["missing"] == []
 
 
 def _attend(x: Any) -> Any:

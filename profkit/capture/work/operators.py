@@ -93,18 +93,18 @@ MOVES = _names(
 
 ELEMENTWISE = _names(
     """
-    _prelu_kernel _prelu_kernel_backward elu_backward floor_divide glu_backward hardshrink_backward hardsigmoid_backward
-    hardswish hardswish_backward hardtanh_backward leaky_relu_backward log_sigmoid_backward mish mish_backward polar
-    prelu rrelu_with_noise_backward rsub softplus_backward softshrink_backward
+    _prelu_kernel _prelu_kernel_backward elu elu_backward floor_divide glu_backward hardshrink_backward
+    hardsigmoid_backward hardswish hardswish_backward hardtanh_backward leaky_relu_backward log_sigmoid_backward mish
+    mish_backward polar prelu rrelu_with_noise_backward rsub softplus_backward softshrink_backward
     """
 )
 """One operation for each element, of operators that torch does not mark as elementwise."""
 
 REDUCTIONS = _names(
     """
-    _adaptive_avg_pool2d _adaptive_avg_pool2d_backward _embedding_bag all amax amin aminmax any avg_pool2d
-    avg_pool2d_backward cumprod cumsum dot embedding_dense_backward index_add index_reduce logcumsumexp max
-    max_pool2d_with_indices_backward mean median min nansum nll_loss2d_forward nll_loss_forward prod scatter_add
+    _adaptive_avg_pool2d _adaptive_avg_pool2d_backward _embedding_bag _is_all_true _is_any_true all amax amin aminmax
+    any avg_pool2d avg_pool2d_backward cumprod cumsum dot embedding_dense_backward index_add index_reduce logcumsumexp
+    max max_pool2d_with_indices_backward mean median min nansum nll_loss2d_forward nll_loss_forward prod scatter_add
     scatter_reduce sum trace vdot
     """
 )
@@ -164,6 +164,19 @@ PER_ELEMENT = {
     # two logarithms, two differences, two products, a sum; the difference over x (1 - x), times the gradient
     "binary_cross_entropy": 7,
     "binary_cross_entropy_backward": 5,
+    # square, sum; times. Backward: g times v and its sum, and two products
+    "_weight_norm_interface": 3,
+    "_weight_norm_interface_backward": 4,
+    # for each gate: two sums with its biases, a function, and what it lets through
+    "_thnn_fused_gru_cell": 5,
+    "_thnn_fused_gru_cell_backward": 5,
+    "_thnn_fused_lstm_cell": 5,
+    "_thnn_fused_lstm_cell_backward_impl": 5,
+    # four neighbours along each dimension, weighed and added
+    "_upsample_bicubic2d_aa": 16,
+    "_upsample_bicubic2d_aa_backward": 16,
+    "upsample_bicubic2d": 16,
+    "upsample_bicubic2d_backward": 16,
     # four neighbours, weighed and added
     "upsample_bilinear2d": 7,
     "upsample_bilinear2d_backward": 7,
