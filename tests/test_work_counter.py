@@ -141,6 +141,12 @@ def test_images_that_are_resized_and_weights_that_are_normalized_have_a_formula(
     assert _count(run)[("",)]["missing"] == []
 
 
+def test_a_recurrent_cell_of_one_kernel_has_a_formula_of_its_gates() -> None:
+    cell = torch.ops.aten._thnn_fused_gru_cell.default
+    gates = {"input_gates": torch.ones(2, 12), "hidden_gates": torch.ones(2, 12), "hx": torch.ones(2, 4)}
+    assert operators.other_flops(cell, gates, [torch.ones(2, 4)]) == 5 * 24
+
+
 def _attend(x: Any) -> Any:
     return functional.scaled_dot_product_attention(x[None], x[None], x[None], is_causal=True)
 
