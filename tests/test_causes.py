@@ -1706,6 +1706,15 @@ def test_how_much_of_rare_steps_a_line_has_is_said_unless_it_has_most(tmp_path: 
     assert found.change == "evaluate, save or log less often, or less of it"
 
 
+def test_calls_with_images_of_two_sizes_become_two(tmp_path: Path) -> None:
+    program, given = separate_calls(4_000)
+    one = by_code(program.write(tmp_path / "one", **given))["loop"]
+    given["work"]["independent_calls"][0]["sizes"] = 2
+    two = by_code(program.write(tmp_path / "two", **given))["loop"]
+    assert two.change == "one call for all of one size, on what they are given stacked together"
+    assert 0 < two.effect_ns < one.effect_ns
+
+
 def test_a_capture_that_failed_or_that_cannot_be_replayed_gets_a_reason_and_no_try() -> None:
     for name, reason in (
         ("graph_whole.nsys2023.sqlite", "failed its self-check"),

@@ -702,6 +702,18 @@ def test_calls_of_a_module_that_need_no_other_are_found(needs: str, calls: int) 
     assert found == ((IndependentCalls("model", calls),) if needs == "nothing" else ())
 
 
+@pytest.mark.parametrize(("sizes", "found"), [((8, 8), 1), ((8, 6), None), ((8, 8, 6, 6, 6), 2)])
+def test_images_of_several_sizes_are_not_stacked(sizes: tuple[int, ...], found: int | None) -> None:
+    module, counter = nn.Conv2d(3, 4, 2), WorkCounter()
+    counter.start()
+    for size in sizes:
+        with annotate("forward"), annotate("model"), annotate("embedding"):
+            module(torch.randn(2, 3, size, size))
+    counter.stop()
+    calls = () if found is None else (IndependentCalls("model", len(sizes), found),)
+    assert counter.content().independent_calls == calls
+
+
 def test_parameters_that_nobody_can_follow_are_a_reason_to_count_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

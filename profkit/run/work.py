@@ -167,10 +167,14 @@ class DenseTable:
 
 @dataclass(frozen=True)
 class IndependentCalls:
-    """A module that a pass calls so often, though no call needs what another of them made."""
+    """A module that a pass calls so often, though no call needs what another of them made.
+
+    It is given images of so many ``sizes``, which cannot be stacked together; 1 where it convolves none.
+    """
 
     module: RangeName
     calls: int
+    sizes: int = 1
 
 
 @dataclass(frozen=True)

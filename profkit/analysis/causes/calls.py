@@ -12,6 +12,7 @@ from profkit.analysis.step_replay.facts import World
 from profkit.analysis.step_replay.kernel_edits import SMALLEST_NS
 from profkit.analysis.step_replay.steps import ReplayedStep
 from profkit.names import BACKWARD, FORWARD
+from profkit.run.work import IndependentCalls
 
 _ALIKE = 0.8
 """Calls whose kernels take this share of the longest one's do the same work."""
@@ -65,13 +66,13 @@ def _separate_calls(evidence: Evidence) -> Iterator[Cause]:
         return
     durations = evidence.step.columns.duration_ns
     for calls in evidence.work.independent_calls:
-        groups = _group_alike(evidence, evidence.step, calls.module)
+        groups = _group_alike(evidence, evidence.step, calls)
         times_ns = [durations[row] for group in groups for row in group]
         if not times_ns:
             continue
 
-        def choose(step: ReplayedStep, module: str = calls.module) -> list[list[int]]:
-            return _group_alike(evidence, step, module)
+        def choose(step: ReplayedStep, calls: IndependentCalls = calls) -> list[list[int]]:
+            return _group_alike(evidence, step, calls)
 
         yield Cause(
             code="loop",
@@ -79,30 +80,38 @@ def _separate_calls(evidence: Evidence) -> Iterator[Cause]:
             detail=f": {len(times_ns):,} kernels",
             line=_find_calling_line(evidence, calls.module),
             module=calls.module,
-            change="one call for all of them, on what they are given stacked together",
+            change=f"one call for all of {'one size' if calls.sizes > 1 else 'them'}, on what they are given stacked "
+            "together",
             changes=[fuse("one call", choose, _size_of_all)],
             costs="a batch norm then sees all of them together",
             evidence={"calls": calls.calls, "kernels": len(times_ns), "time_ns": sum(times_ns)},
         )
 
 
-def _group_alike(evidence: Evidence, step: ReplayedStep, module: str) -> list[list[int]]:
+def _group_alike(evidence: Evidence, step: ReplayedStep, calls: IndependentCalls) -> list[list[int]]:
     """Return the operations of a module's calls in one pass that do the same: the first of a name of each call, ….
 
-    The first call may do more, such as casts of weights. Modules of one kind have weights of their own.
+    The first call may do more, such as casts of weights. Modules of one kind have weights of their own. Images of
+    several sizes are taken to be as many of each, and to come one size after another.
     """
     assert evidence.trace is not None
     ranges, operations = evidence.trace.trace.ranges, evidence.operations(step)
     passes = _number_passes(operations)
     groups = defaultdict[tuple[str, int, int, str, int], list[int]](list)
     for phase in (FORWARD, BACKWARD):
-        for at in evidence.module_ranges.get((phase, module), ()):
+        for at in evidence.module_ranges.get((phase, calls.module), ()):
             count = Counter[str]()
             for row in (row for call in evidence.operations_in(step, [at]) for row in call):
                 name = operations[row].name
                 groups[phase, int(ranges.name[at]), passes[row], name, count[name]].append(row)
                 count[name] += 1
-    return [group for group in groups.values() if len(group) > 1]
+    parts = (part for group in groups.values() for part in _split(group, calls.sizes))
+    return [part for part in parts if len(part) > 1]
+
+
+def _split(rows: list[int], parts: int) -> list[list[int]]:
+    size = -(-len(rows) // parts)
+    return [rows[start : start + size] for start in range(0, len(rows), size)]
 
 
 def _number_passes(operations: Sequence[Operation]) -> list[int]:

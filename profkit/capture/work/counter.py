@@ -350,6 +350,8 @@ class WorkCounter(OperatorMode, RangeObserver):
                 if work is not None:
                     self._did(work, threading.get_ident())
                     self._note_line(work, sys._getframe(1))
+                    if work.name == "convolution":
+                        self._repeated.convolves(self._innermost(), tuple(args[0].shape[2:]))
                     if work.name in _DENSE_GRADIENTS:
                         self._note_table(returned, name_arguments(func, args, kwargs)["indices"])
                     if _FUSED_ATTENTION.fullmatch(work.name):

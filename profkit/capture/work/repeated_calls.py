@@ -32,6 +32,9 @@ class RepeatedCalls:
         """By memory, the latest call of each module that went into it."""
         self._weights = weights
         self._depend: set[str] = set()
+        self._sizes: dict[str, set[tuple[int, ...]]] = {}
+        """Of each module, the sizes of images in the first convolutions of its calls."""
+        self._convolve: set[Instance] = set()
         self._found: dict[tuple[str, ...], int] = {}
 
     def opened(self, instance: Instance) -> None:
@@ -44,6 +47,13 @@ class RepeatedCalls:
             self._number[instance] = self._calls[path[-1]]
             self._calls[path[-1]] += 1
             self._found[path] = max(self._found.get(path, 0), self._calls[path[-1]])
+
+    def convolves(self, innermost: Instance, size: tuple[int, ...]) -> None:
+        """Images of a size are convolved within an instance and those around it: no call takes several sizes."""
+        for instance in innermost.chain() if len(size) > 1 else ():
+            if instance in self._number and instance not in self._convolve:
+                self._convolve.add(instance)
+                self._sizes.setdefault(instance.path[-1], set()).add(size)
 
     def did(self, innermost: Instance, work: OperatorWork) -> None:
         """An operator ran within an instance and those around it."""
@@ -66,16 +76,25 @@ class RepeatedCalls:
             self._made[buffer] = self._made.get(buffer, {}) | made
 
     def describe(self) -> Iterator[IndependentCalls]:
-        """Yield the outermost modules with many calls of which none needs another, those of one kind as one."""
+        """Yield the outermost modules with many calls of which none needs another, those of one kind as one.
+
+        Of images they have as many for each size.
+        """
         wanted = {
             path
             for path, calls in self._found.items()
-            if calls >= (MANY if len(path) > len(_OF_MODEL) else MANY_OF_MODEL) and path[-1] not in self._depend
+            if calls >= (MANY if len(path) > len(_OF_MODEL) else MANY_OF_MODEL) * self._count_sizes(path)
+            and path[-1] not in self._depend
         }
         kinds: dict[str, int] = {}
+        sizes: dict[str, int] = {}
         for path in wanted:
             if not any(path[:depth] in wanted for depth in range(len(_OF_MODEL), len(path))):
                 kind = kind_of(path[-1])
                 kinds[kind] = max(kinds.get(kind, 0), self._found[path])
+                sizes[kind] = max(sizes.get(kind, 1), self._count_sizes(path))
         depend = set(map(kind_of, self._depend))
-        yield from (IndependentCalls(kind, calls) for kind, calls in kinds.items() if kind not in depend)
+        yield from (IndependentCalls(kind, calls, sizes[kind]) for kind, calls in kinds.items() if kind not in depend)
+
+    def _count_sizes(self, path: tuple[str, ...]) -> int:
+        return max(1, len(self._sizes.get(path[-1], ())))
