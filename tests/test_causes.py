@@ -829,6 +829,8 @@ NEARLY: list[Case] = [
     ("python", IN_MODEL, {"lines": [line(4 * MS, "forward", "model"), line(MS, "backward", "loss.backward", line=31)]}),
     # The GPU is busy, and the values are small.
     ("waits", *statistics(30, 31, large=False)),
+    # What waits in backward is no line of the user's own, whatever calls it.
+    ("waits", equal_steps(within("forward", *WAITS)), {"lines": [replace(MEAN, called="self.manual_backward")]}),
     # Torch's own loss needs few passes, and another loss has no classes.
     ("cross-entropy", *loss_by_hand(SOFTMAX, ADD, SUM)),
     ("cross-entropy", *loss_by_hand(ADD, MUL, SUM, ADD, MUL, SUM)),

@@ -42,7 +42,7 @@ from profkit.names import FORWARD, OPTIMIZER, kind_of
 from profkit.run.lines import LineTime
 from profkit.run.manifest import UsedOptimizer, can_all_be_fused, used_optimizers
 
-_TRAINING = (".step", ".backward")
+_TRAINING = (".step", "backward")
 _LATE = 0.3
 """A step that waits for launches for this share of it is limited by them."""
 _TORCHS_FILLS: By = {"least": 1.0, "expected": 0.95, "most": 0.6}
