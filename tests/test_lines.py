@@ -560,17 +560,17 @@ def test_lines_are_looked_for_until_steps_took_two_seconds_and_a_rare_one_came_t
     assert ended.index(True) + 1 == needed
 
 
-def _record(took_ms: list[int]) -> RunLines:
-    """Return the lines of steps in which one line runs every time, and another one in long steps."""
+def _record(took_ms: list[int], **waits_ms: int) -> RunLines:
+    """Return the lines of steps in which one line runs every time, and another one in long steps that may wait."""
     stacks = [find_stack(sys._getframe())]
     stacks += [find_stack(sys._getframe())]
     recorder = LineRecorder(lambda: None)
-    for time_ms in took_ms:
+    for at, time_ms in enumerate(took_ms):
         for stack, share in zip(stacks, (50, time_ms - 50), strict=True):
             if share:
                 recorder._sampler._step[stack, None, "main"] = share * 10**6
                 recorder._sampler.samples[stack, None, "main"] += share
-        recorder.step_ended({"step_ns": time_ms * 10**6})
+        recorder.step_ended({"step_ns": time_ms * 10**6, "data_ns": waits_ms.get(f"step_{at}", 0) * 10**6})
     found = recorder.stop()
     assert found is not None
     return found
@@ -588,6 +588,8 @@ def test_a_first_rare_step_that_took_far_longer_than_the_next_is_left_out() -> N
     # Without another one it stays, and so it does beside one that takes as long.
     assert not _record(once).steps.is_after_rare
     assert not _record([*once, *[50] * 9, 4000]).steps.is_after_rare
+    # What waits for data is no rare step.
+    assert not _record([*once, *[50] * 9, 400, *[50] * 4], step_7=4950).steps.is_after_rare
 
 
 class _Numbers(Dataset[Any]):

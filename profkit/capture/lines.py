@@ -78,8 +78,13 @@ class LineRecorder:
 
     def _find_rare(self) -> list[int]:
         """Return which steps took far longer than most; looking for lines began in the first, which counts for none."""
-        usual_ns = median(step["step_ns"] for step in self._steps)
-        return [at for at, step in enumerate(self._steps) if at and step["step_ns"] > _LONG * usual_ns]
+        times_ns = self._times_of_steps()
+        usual_ns = median(times_ns)
+        return [at for at, time_ns in enumerate(times_ns) if at and time_ns > _LONG * usual_ns]
+
+    def _times_of_steps(self) -> list[int]:
+        """Return what steps took without waits for data: a step that waits for workers is none of the rare ones."""
+        return [step["step_ns"] - step.get("data_ns", 0) for step in self._steps]
 
     def _counts(self) -> tuple[dict[Any, int], ...]:
         sampler, waits = self._sampler, self._waits
@@ -91,7 +96,7 @@ class LineRecorder:
         An evaluation for the first time allocates its memory, and has cuDNN choose its kernels.
         """
         first, *later = self._find_rare() or [0]
-        took_ns = [step["step_ns"] for step in self._steps]
+        took_ns = self._times_of_steps()
         steps, counted = self._until_rare or (0, ())
         if steps != first + 1 or not later or took_ns[first] < _LONG * max(took_ns[at] for at in later):
             return False
