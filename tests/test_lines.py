@@ -1008,6 +1008,19 @@ def test_a_phase_whose_factor_cannot_be_right_is_named(tmp_path: Path) -> None:
     assert "(backward as sampled: too far from their times)" in text
 
 
+def test_waits_for_data_are_those_of_the_unprofiled_steps(tmp_path: Path) -> None:
+    """While lines were looked for the queue of the workers was empty, and every step waited for 20 ms instead of 1."""
+    rows = [
+        _in_phase(20, "next", "data", 20_000_000),
+        _in_phase(30, "model", "forward", 4_000_000),
+        _in_phase(31, "loss.backward", "backward", 5_000_000),
+    ]
+    timed, waiting = ({**USUAL, "data_ns": wait, "step_ns": 10_000_000 + wait} for wait in (1_000_000, 20_000_000))
+    result = find_lines(Run(_write_run(tmp_path, [timed] * 10, [waiting] * 10, *rows)))
+    assert {line.line: line.time_ns for line in result.lines} == {20: 1_000_000, 30: 4_000_000, 31: 5_000_000}
+    assert result.unscaled == ()
+
+
 def test_a_line_that_runs_a_trainer_is_none_of_the_summarys(run_with_lines: Path) -> None:
     path = run_with_lines / "lines.jsonl"
     found = read_run_lines(path)

@@ -19,7 +19,7 @@ from profkit.analysis.time_account.step_times import (
     settle_waits,
 )
 from profkit.errors import RunError
-from profkit.names import STEP
+from profkit.names import DATA, STEP
 from profkit.run.directory import Run
 from profkit.run.lines import FEWEST_SAMPLES, LineTime, calls_backward, lines_of_trainers
 from profkit.run.manifest import Samples
@@ -169,7 +169,9 @@ def _scales(looked: Mapping[str, PhaseSamples], unprofiled: Mapping[str, PhaseSa
     scales: dict[str | None, float] = {}
     for phase, times in unprofiled.items():
         mean_ns = looked[phase].mean_ns if phase in looked else 0.0
-        if mean_ns and 1 / _LARGEST_SCALE <= times.typical_ns / mean_ns <= _LARGEST_SCALE:
+        # How long a step waits for data a queue decides, which may have been full before: these waits are the step's.
+        is_right = phase == DATA or (mean_ns and 1 / _LARGEST_SCALE <= times.typical_ns / mean_ns <= _LARGEST_SCALE)
+        if mean_ns and is_right:
             scales[phase] = times.typical_ns / mean_ns
     if STEP in scales:
         scales[None] = scales[STEP]
