@@ -75,8 +75,7 @@ def find_rare_steps(found: RunLines, timed: Sequence[Mapping[str, int]] = ()) ->
     evaluation say, is part of the rare one. The first step counts for none, if looking for lines began in it. A line
     that runs in rare steps alone has the standard error that so few of so many steps give it.
     """
-    waits = [step.get(f"{DATA}_ns", 0) for step in found.steps.steps]
-    times = [step[f"{STEP}_ns"] - wait_ns for step, wait_ns in zip(found.steps.steps, waits, strict=True)]
+    times, waits = _split_waits(found.steps.steps)
     usual_ns = median(times) if times else 0
     is_rare = mark_rare_steps(found.steps.steps).tolist()
     usual_wait_ns = fmean([*compress(waits, map(not_, is_rare))] or [0])
@@ -85,13 +84,7 @@ def find_rare_steps(found: RunLines, timed: Sequence[Mapping[str, int]] = ()) ->
     longer_ns = apart_ns + sum(max(0.0, waits[at] - usual_wait_ns) for at in rare)
     if not rare or longer_ns < _LEAST_LONGER * sum(times):
         return None
-    spread = _spread_of(len(rare), len(times))
-    known = [line for line in (*found.lines, *found.callers) if line.file and line.thread != "worker"]
-    alone = [line for line in known if _varies_as_rare(line, spread)]
-    elsewhere = {line.place for line in known if line not in alone and line.samples > _STRAY}
-    is_seen = [line.samples >= FEWEST_SAMPLES or _holds_lock(line, len(times)) for line in alone]
-    alone = [line for line, fits in zip(alone, is_seen, strict=True) if fits]
-    alone = [line for line in alone if line.phase != DATA or line.place not in elsewhere]
+    alone, elsewhere = _find_exclusive(found, len(rare))
     places = _join_phases(alone)
     line = _choose_exclusive(places, elsewhere, _sum_by_phase(alone))
     innermost = [line for line in places if not line.is_caller]
@@ -115,6 +108,27 @@ def find_rare_steps(found: RunLines, timed: Sequence[Mapping[str, int]] = ()) ->
         round(lines_ns * len(times) / len(rare)),
         line if most is not line else None,
     )
+
+
+def _split_waits(steps: Iterable[Mapping[str, int]]) -> tuple[list[int], list[int]]:
+    """Return what each step took without its waits for data, and these."""
+    waits = [(step[f"{STEP}_ns"], step.get(f"{DATA}_ns", 0)) for step in steps]
+    return [step_ns - wait_ns for step_ns, wait_ns in waits], [wait_ns for _, wait_ns in waits]
+
+
+def _find_exclusive(found: RunLines, rare: int) -> tuple[list[LineTime], set[tuple[str | None, int]]]:
+    """Return the lines that run in so many rare steps alone, and where lines run in other steps, too."""
+    steps = len(found.steps.steps)
+    spread = _spread_of(rare, steps)
+    known = [line for line in (*found.lines, *found.callers) if line.file and line.thread != "worker"]
+    alone = [line for line in known if _varies_as_rare(line, spread)]
+    elsewhere = {line.place for line in known if line not in alone and line.samples > _STRAY}
+
+    def is_named(line: LineTime) -> bool:
+        is_seen = line.samples >= FEWEST_SAMPLES or _holds_lock(line, steps)
+        return is_seen and (line.phase != DATA or line.place not in elsewhere)
+
+    return list(filter(is_named, alone)), elsewhere
 
 
 def _distance_of(rare: Sequence[int], steps: int) -> int | None:

@@ -27,14 +27,12 @@ from torch.utils.data._utils import fetch, worker
 
 from profkit.capture.line_samples import Key, Stack, StackSampler, Waits, describe, name_inside
 from profkit.files import write_whole
-from profkit.run.lines import Line, LineSteps, LineTime, RunLines, Thread, split_lines
+from profkit.run.lines import RARELY, Line, LineSteps, LineTime, RunLines, Thread, split_lines
 from profkit.run.recording import lines_flag
 
 FEWEST_STEPS = 3
 MOST_STEPS = 60
 ENOUGH_NS = 2_000_000_000
-_LONG = 2.0
-"""A step of so many times the median one is a rare one."""
 
 
 class LineRecorder:
@@ -80,7 +78,7 @@ class LineRecorder:
         """Return which steps took far longer than most; looking for lines began in the first, which counts for none."""
         times_ns = self._times_of_steps()
         usual_ns = median(times_ns)
-        return [at for at, time_ns in enumerate(times_ns) if at and time_ns > _LONG * usual_ns]
+        return [at for at, time_ns in enumerate(times_ns) if at and time_ns > RARELY * usual_ns]
 
     def _times_of_steps(self) -> list[int]:
         """Return what steps took without waits for data: a step that waits for workers is none of the rare ones."""
@@ -98,7 +96,7 @@ class LineRecorder:
         first, *later = self._find_rare() or [0]
         took_ns = self._times_of_steps()
         steps, counted = self._until_rare or (0, ())
-        if steps != first + 1 or not later or took_ns[first] < _LONG * max(took_ns[at] for at in later):
+        if steps != first + 1 or not later or took_ns[first] < RARELY * max(took_ns[at] for at in later):
             return False
         self._steps = self._steps[steps:]
         self._sampler.leave_out(steps)

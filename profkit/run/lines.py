@@ -27,6 +27,9 @@ FEWEST_SAMPLES = 10
 NEAR = 8
 """Lines of a function that stand this close together do one thing."""
 
+RARELY = 2.0
+"""A step of so many times the usual one, both without waits for data, is a rare one."""
+
 Thread = Literal["main", "backward", "worker"]
 """The thread that trains, another one that called backward, or a worker of a data loader."""
 

@@ -214,7 +214,7 @@ def _stop_computing(evidence: Evidence, places: Collection[tuple[str | None, int
 
 def _scales_gradients(line: LineTime) -> bool:
     """Return whether a GradScaler reads whether a gradient is infinite, before an optimizer that cannot look itself."""
-    return line.waits >= 1 and (line.inside or "").startswith("grad_scaler.")
+    return (line.inside or "").startswith("grad_scaler.")
 
 
 def _name_inside(line: LineTime) -> str:

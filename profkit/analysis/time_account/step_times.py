@@ -24,6 +24,7 @@ from profkit.analysis import NotebookResult
 from profkit.errors import Finding
 from profkit.names import DATA, EVALUATION, PHASES, STEP, context_range
 from profkit.run.directory import Run
+from profkit.run.lines import RARELY
 from profkit.run.manifest import Clock, Manifest, Samples, phase_order, times_of_step
 from profkit.trace.columns import Bools, Ints
 
@@ -37,8 +38,8 @@ _WIDE = 0.3
 """Steps vary widely if their standard deviation is more than this share of their mean; `profkit run` agrees."""
 _PART = 0.1
 """A phase or wait that is a smaller share of the step than this is not worth a warning."""
-_RARELY, _RARE = 2.0, 0.25
-"""A step of so many times the typical one is a rare one, if there are no more of them than this share."""
+_RARE = 0.25
+"""Long steps are rare ones if there are no more of them than this share."""
 _DATA_NS, _STEP_NS = "data_ns", "step_ns"
 _CLOCKS: tuple[Clock, ...] = ("cuda-events", "wall")
 _LABELS: dict[Twin, str] = {"clean": "own process", "attached": "same process"}
@@ -259,7 +260,7 @@ def mark_rare(times_ns: Sequence[int] | Ints) -> Bools:
     ``times_ns`` are without waits for data, which are part of the typical step.
     """
     values = np.asarray(times_ns, dtype=np.float64)
-    is_long = values > _RARELY * np.median(values) if len(values) else np.zeros(0, dtype=np.bool_)
+    is_long = values > RARELY * np.median(values) if len(values) else np.zeros(0, dtype=np.bool_)
     return is_long if is_long.sum() <= _RARE * len(values) else np.zeros_like(is_long)
 
 
