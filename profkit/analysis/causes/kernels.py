@@ -404,9 +404,9 @@ def _needless_masks(evidence: Evidence) -> Iterator[Cause]:
     """Fused attention is given a mask that hides what ``is_causal`` hides, or nothing: it reads it and skips no key."""
     masks = () if evidence.work is None else evidence.work.given_masks
     for is_causal, share in ((True, _CAUSAL), (False, _UNMASKED)):
-        modules = {mask.module for mask in masks if mask.calls == (mask.causal if is_causal else mask.empty)}
+        calls = {mask.module: mask.calls for mask in masks if mask.calls == (mask.causal if is_causal else mask.empty)}
 
-        def chooses(one: Operation, modules: Collection[str] = modules) -> bool:
+        def chooses(one: Operation, modules: Collection[str] = calls) -> bool:
             return one.category == "attention" and kind_of(one.module or "") in modules
 
         kernels = [one for one in evidence.kernels if chooses(one)]
@@ -414,11 +414,11 @@ def _needless_masks(evidence: Evidence) -> Iterator[Cause]:
             yield Cause(
                 code="attention",
                 cause=f"attention reads a mask that {'is causal' if is_causal else 'hides nothing'}",
-                detail=f", {name_times(len(kernels))}",
+                detail=f", {name_times(sum(calls.values()))}",
                 module=_busiest(kernels),
                 change=f"F.scaled_dot_product_attention(…{', is_causal=True' * is_causal}) without attn_mask",
                 changes=[scale_operations("no mask", evidence.choose(chooses), share, "how fast attention is")],
-                evidence={"kernels": len(kernels), "time_ns": sum(one.duration_ns for one in kernels)},
+                evidence={"calls": sum(calls.values()), "time_ns": sum(one.duration_ns for one in kernels)},
             )
 
 
