@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import PurePath
 
@@ -64,7 +64,9 @@ def _python_lines(evidence: Evidence) -> Iterator[Cause]:
         where = "in a DataLoader's worker or on the GPU, or once before the loop"
         if fetches:
             where = "on the GPU, or less often"
-        elif _follows_model(evidence, call or line):
+        elif _follows(evidence, call or line, (OPTIMIZER,)):
+            where = "less often, or in fewer calls"
+        elif _follows(evidence, call or line, (FORWARD, LOSS)):
             where = "for the whole batch at once, on the GPU, or less often"
         if line.method in FACTORIES:
             changes.append(without_copies(line.method, find_pageable_copies))
@@ -82,10 +84,8 @@ def _python_lines(evidence: Evidence) -> Iterator[Cause]:
         )
 
 
-def _follows_model(evidence: Evidence, line: LineTime) -> bool:
-    return any(
-        each.phase in (FORWARD, LOSS) and _is_above(each, line) for each in (*evidence.lines, *evidence.facts.callers)
-    )
+def _follows(evidence: Evidence, line: LineTime, phases: Collection[str]) -> bool:
+    return any(each.phase in phases and _is_above(each, line) for each in (*evidence.lines, *evidence.facts.callers))
 
 
 def _is_above(one: LineTime, other: LineTime) -> bool:
