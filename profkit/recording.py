@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, ParamSpec, Protocol, TypeVar, cast
 
 from profkit.asking import Capture
 from profkit.errors import RunError, UsageError
-from profkit.launch.gpu_state import GpuState, describe_gpus, read_gpu_state, warn_of_used_gpus
+from profkit.launch.gpu_state import Gpu, read_gpus, warn_of_gpus
 from profkit.launch.manifest import begin_manifest, utc_now, warn_of_run, with_outcome
 from profkit.launch.passes import Outcome, Pass, Target
 from profkit.launch.record import require_torch
@@ -214,16 +214,14 @@ class _Keeper:
         process = self._ended[0][1] if self._ended else Process()
         nothing = self._why_nothing(process)
         lacking = [nothing] if nothing is not None else list(self._shortfalls(process, no_memory))
-        gpus = _read_gpus()
         processes = [process for _, process in self._ended]
-        doubts = [*warn_of_used_gpus(self._gpus, gpus, processes), *warn_of_run(self._manifest)]
+        doubts = [*warn_of_gpus(self._gpus, _read_gpus(), processes), *warn_of_run(self._manifest)]
         reason = nothing if error is None else _describe(error)
         manifest = replace(
             self._manifest,
             status="complete" if reason is None else "failed",
             reason=reason,
             finished_utc=utc_now(),
-            gpus=describe_gpus(self._gpus, gpus),
             warnings=(*(lacking if nothing is None else ()), *doubts),
         )
         write_manifest(self._run / MANIFEST, manifest)
@@ -281,7 +279,6 @@ def _describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}".strip().splitlines()[0]
 
 
-def _read_gpus() -> GpuState:
-    """Return the state of the GPUs, without who uses them: NVML does not tell this process from others everywhere."""
-    state = read_gpu_state()
-    return replace(state, gpus=tuple(replace(gpu, process_count=None, process_bytes=None) for gpu in state.gpus))
+def _read_gpus() -> list[Gpu]:
+    """Return the GPUs now, without who uses them: NVML does not tell this process from others everywhere."""
+    return [replace(gpu, process_count=None, process_bytes=None) for gpu in read_gpus()]

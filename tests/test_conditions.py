@@ -10,25 +10,23 @@ from typing import Any
 
 import pytest
 
-from profkit.launch.gpu_state import GpuState, describe_gpus, read_gpu_state, used_gpus, warn_of_gpus, warn_of_used_gpus
-from profkit.launch.manifest import HARMLESS, harmless_variables, warn_of_gain, warn_of_run, warn_of_times
+from profkit.launch.gpu_state import Gpu, read_gpus, warn_of_gpus
+from profkit.launch.manifest import HARMLESS, harmless_variables, warn_of_counted, warn_of_gain, warn_of_run
 from profkit.run import manifest
-from profkit.run.manifest import Gpu, Gpus, Manifest, Process, Samples
+from profkit.run.manifest import Manifest, Process, Samples
 from tests.forked_scripts import Forks
 from tests.golden import check_text
 
 FIRST, SECOND = "GPU-5d5ba0d6-d33d-2b2c-524d-9e3d8d2b8a77", "GPU-7a1be2f5-9fd3-1a2e-0000-9e3d8d2b8a77"
 
 H200: dict[str, Any] = {
-    "UUID": FIRST,
-    "Name": b"NVIDIA H200",  # older versions of the library return bytes
+    "UUID": FIRST.encode(),  # older versions of the library return bytes
     "CurrentClocksEventReasons": 0x4,
     "field 74": 91_403_239_999,
     "ComputeRunningProcesses": [SimpleNamespace(usedGpuMemory=2048), SimpleNamespace(usedGpuMemory=514)],
 }
 BARE: dict[str, Any] = {
     "UUID": SECOND,
-    "Name": "NVIDIA GB10",
     "ComputeRunningProcesses": [SimpleNamespace(usedGpuMemory=None)],
 }
 
@@ -74,11 +72,10 @@ class FakeNvml:
 
 def test_a_gpu_that_tells_everything_is_described_in_full() -> None:
     nvml = FakeNvml(H200)
-    (gpu,) = read_gpu_state(nvml).gpus
+    (gpu,) = read_gpus(nvml)
     assert gpu == Gpu(
         index=0,
         uuid=FIRST,
-        name="NVIDIA H200",
         throttle_reasons=("sw_power_cap",),
         throttled_us={"sw_power_cap": 91_403_239},
         process_count=2,
@@ -88,7 +85,7 @@ def test_a_gpu_that_tells_everything_is_described_in_full() -> None:
 
 
 def test_a_figure_that_a_gpu_does_not_report_is_none() -> None:
-    (gpu,) = read_gpu_state(FakeNvml(BARE)).gpus
+    (gpu,) = read_gpus(FakeNvml(BARE))
     assert (gpu.throttle_reasons, gpu.throttled_us) == (None, {})
     assert (gpu.process_count, gpu.process_bytes) == (1, None)
 
@@ -103,39 +100,22 @@ def test_a_figure_that_a_gpu_does_not_report_is_none() -> None:
     ],
 )
 def test_each_bit_of_the_mask_is_a_reason(mask: int, reasons: tuple[str, ...]) -> None:
-    (gpu,) = read_gpu_state(FakeNvml({**H200, "CurrentClocksEventReasons": mask})).gpus
+    (gpu,) = read_gpus(FakeNvml({**H200, "CurrentClocksEventReasons": mask}))
     assert gpu.throttle_reasons == reasons
 
 
-def test_without_a_driver_or_the_library_the_reason_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_driver_or_the_library_there_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
     class NoDriver(FakeNvml):
         def nvmlInit(self) -> None:
             raise self.NVMLError("Driver Not Loaded")
 
-    assert read_gpu_state(NoDriver()) == GpuState(reason="NVML cannot be loaded: Driver Not Loaded")
+    assert read_gpus(NoDriver()) == ()
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    assert read_gpu_state().reason == "nvidia-ml-py is not installed"
+    assert read_gpus() == ()
 
 
-BOTH = read_gpu_state(FakeNvml(H200, BARE))
-
-
-@pytest.mark.parametrize(
-    ("reported", "indices"), [([SECOND], [1]), ([FIRST, SECOND, None], [0, 1]), ([], [0, 1]), (["GPU-unheard-of"], [])]
-)
-def test_the_gpus_of_a_run_are_those_that_its_processes_name(reported: list[str | None], indices: list[int]) -> None:
-    assert [gpu.index for gpu in used_gpus(BOTH, reported)] == indices
-
-
-IDLE = Gpu(0, "GPU-1", "NVIDIA H200", (), {}, 0, 0)
+IDLE = Gpu(0, "GPU-1", (), {}, 0, 0)
 OTHER = replace(IDLE, index=1, uuid="GPU-2", process_count=1)
-
-
-def test_the_gpus_are_kept_as_they_were_before_and_after() -> None:
-    gpus = describe_gpus(GpuState((IDLE,)), GpuState((replace(IDLE, process_count=3),)))
-    assert [state[0].process_count for state in (gpus.before, gpus.after)] == [0, 3]
-    assert gpus.reason is None
-    assert describe_gpus(GpuState(reason="no driver"), GpuState()) == Gpus((), (), "no driver")
 
 
 def test_only_harmless_variables_are_kept() -> None:
@@ -146,9 +126,9 @@ def test_only_harmless_variables_are_kept() -> None:
 
 
 MS = 1_000_000
-QUIET = Gpu(0, "GPU-1", "NVIDIA H200", ("gpu_idle",), {"sw_power_cap": 700}, 0, 0)
+QUIET = Gpu(0, "GPU-1", ("gpu_idle",), {"sw_power_cap": 700}, 0, 0)
 UNKNOWN = replace(QUIET, process_count=None, process_bytes=None, throttle_reasons=None, throttled_us={})
-STATE, ON_CUDA = GpuState((IDLE, OTHER)), Process(device="cuda")
+STATE, ON_CUDA = (IDLE, OTHER), Process(device="cuda")
 
 
 def _steps(*times_ms: float, **more: int) -> list[dict[str, int]]:
@@ -164,51 +144,34 @@ def _on(number: int) -> Process:
     return replace(ON_CUDA, conditions=manifest.Conditions(gpu_uuid=f"GPU-{number}"))
 
 
-def _of_times(steps: list[dict[str, int]], **during: int) -> list[str]:
-    return warn_of_times(steps, during, "unprofiled")
-
-
 def _of_gpu(before: dict[str, Any], **after: Any) -> list[str]:
-    return warn_of_gpus([replace(QUIET, **before)], [replace(QUIET, **after)])
+    return warn_of_gpus([replace(QUIET, **before)], [replace(QUIET, **after)], [ON_CUDA])
 
 
-FIRST_LONGER = tuple({"step_ns": ns} for ns in (20, 10, 10, 10))
-# A wait hides the work of the step before: one of 60 ms leaves 5 of a step's 10 ms, and 80 ms in a queue none.
-READY = [(9.8, 0.1), (9.8, 0.1), (70, 81.5), (83.1, 78.2), (68.2, 63), (60.3, 54.5), (55, 49.7), (57.2, 51.9)]
 CONTEXTS = _steps(10, context=128) + _steps(50, context=1024)
 DOUBTS: dict[str, list[str]] = {
-    "the GPU that was used is idle": warn_of_used_gpus(STATE, STATE, [_on(1)]),
-    "one of the two that were used is shared": warn_of_used_gpus(STATE, STATE, [_on(1), _on(2)]),
-    "no GPU was used": warn_of_used_gpus(STATE, STATE, [Process(device="cpu")]),
-    "which was used is unknown": warn_of_used_gpus(STATE, STATE, [ON_CUDA]),
-    "a built-in model": warn_of_run(
-        Manifest(clean=Samples(FIRST_LONGER), profiled=Samples((), {"compiled_graphs": 1}))
+    "the GPU that was used is idle": warn_of_gpus(STATE, STATE, [_on(1)]),
+    "one of the two that were used is shared": warn_of_gpus(STATE, STATE, [_on(1), _on(2)]),
+    "no GPU was used": warn_of_gpus(STATE, STATE, [Process(device="cpu")]),
+    "which was used is unknown": warn_of_gpus(STATE, STATE, [ON_CUDA]),
+    "a graph compiled while recorded": warn_of_run(Manifest(profiled=Samples((), {"compiled_graphs": 1}))),
+    "a graph compiled before, in a process of its own": warn_of_run(
+        Manifest(clean=Samples((), {"compiled_graphs": 1}))
     ),
-    "a script": warn_of_run(Manifest(attached=Samples(FIRST_LONGER))),
+    "a graph compiled before, in the same process": warn_of_run(Manifest(attached=Samples((), {"compiled_graphs": 1}))),
     "nothing": warn_of_run(Manifest()),
-    "even steps": _of_times(_steps(10, 11, 10.5, 10, 12), compiled_graphs=0),
-    "no steps": _of_times([]),
-    "the first stands out": _of_times(_steps(20, 10, 11, 10, 10.5)),
-    "the first two stand out": _of_times(_steps(30, 15, 10, 10, 10.5, 10.1)),
-    "the second stands out": _of_times(_steps(10, 20, 10, 10, 10, 10)),
-    "the first is a tenth longer": _of_times(_steps(11, 10, 10, 10)),
-    "three steps": _of_times(_steps(20, 10, 10)),
-    "later ones are like the first": _of_times(_steps(20, 16, 20, 16, 20, 16)),
-    "the first found their batch ready": _of_times(_waiting(*READY)),
-    "the first stands out beside waits": _of_times(_waiting((300, 0), *READY[2:])),
-    "the first of one context": _of_times(_steps(10, 10, 10, 10, context=128) + _steps(100, 50, 50, 50, context=1024)),
-    "a graph compiled": _of_times(_steps(10, 10, 10), compiled_graphs=1),
-    "graphs compiled": _of_times(_steps(10, 10, 10), compiled_graphs=3),
-    "retries": _of_times(_steps(10, 10, 10), allocator_retries=2),
-    "out of memory": _of_times(_steps(10, 10, 10), out_of_memory_errors=1),
+    "nothing counted": warn_of_counted({"compiled_graphs": 0}, "unprofiled"),
+    "graphs compiled": warn_of_counted({"compiled_graphs": 3}, "unprofiled"),
+    "retries": warn_of_counted({"allocator_retries": 2}, "unprofiled"),
+    "out of memory": warn_of_counted({"out_of_memory_errors": 1}, "unprofiled"),
     "faster while recorded": warn_of_gain(_steps(26, 54), _steps(27, 26, 28)),
     "a tenth faster, by chance": warn_of_gain(_steps(10, 10), _steps(9.1, 9.1)),
     "nothing recorded": warn_of_gain(_steps(10, 10), []),
     "faster in one context": warn_of_gain(CONTEXTS, _steps(11, context=128) + _steps(40, context=1024)),
     "faster without its wait": warn_of_gain(_waiting((30, 10)), _steps(10)),
     "a quiet GPU": _of_gpu({}),
-    "a GPU that tells nothing": warn_of_gpus([UNKNOWN], [UNKNOWN]),
-    "a GPU unknown before": warn_of_gpus([], [replace(QUIET, process_count=3)]),
+    "a GPU that tells nothing": warn_of_gpus([UNKNOWN], [UNKNOWN], [ON_CUDA]),
+    "a GPU unknown before": warn_of_gpus([], [replace(QUIET, process_count=3)], [ON_CUDA]),
     "other processes": _of_gpu({}, process_count=2, process_bytes=3 * 1024**3),
     "another process before": _of_gpu({"process_count": 1, "process_bytes": None}),
     "clocks held down": _of_gpu({}, throttled_us={"sw_power_cap": 1_500_700}),

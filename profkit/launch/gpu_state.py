@@ -8,7 +8,7 @@ import re
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from profkit.errors import ToolError
 from profkit.launch.nsys import numbers
 from profkit.launch.processes import run_child
 from profkit.run import decode
-from profkit.run.manifest import THROTTLE_REASONS, Gpu, Gpus, Process
+from profkit.run.manifest import THROTTLE_REASONS, Process
 from profkit.run.work import VERSION, Ceilings
 
 # How long each of them has held the clocks down, in ns; older versions of the library lack some of the names.
@@ -34,33 +34,40 @@ _SLOWDOWNS = frozenset(
 
 
 @dataclass(frozen=True)
-class GpuState:
-    """All GPUs of this machine; ``reason`` says why there are none."""
+class Gpu:
+    """One GPU at one moment; None for what this GPU, driver or container does not tell.
 
-    gpus: tuple[Gpu, ...] = ()
-    reason: str | None = None
+    ``throttle_reasons`` hold at that moment; ``throttled_us`` is, per reason, how long the clocks have been held down
+    since the driver was loaded. ``process_count`` and ``process_bytes`` are of the compute processes on it.
+    """
+
+    index: int
+    uuid: str | None = None
+    throttle_reasons: tuple[str, ...] | None = None
+    throttled_us: dict[str, int] = field(default_factory=dict)
+    process_count: int | None = None
+    process_bytes: int | None = None
 
 
-def read_gpu_state(nvml: Any = None) -> GpuState:
-    """Return the state of the GPUs now, as ``nvml`` reads it, by default nvidia-ml-py."""
+def read_gpus(nvml: Any = None) -> tuple[Gpu, ...]:
+    """Return this machine's GPUs now, as ``nvml`` reads them, by default nvidia-ml-py; none where it cannot."""
     if nvml is None:
         try:
             import pynvml
         except ModuleNotFoundError:
-            return GpuState(reason="nvidia-ml-py is not installed")
+            return ()
         nvml = pynvml
     try:
         nvml.nvmlInit()
-    except nvml.NVMLError as error:
-        return GpuState(reason=f"NVML cannot be loaded: {error}")
+    except nvml.NVMLError:
+        return ()
     try:
         handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
-        gpus = tuple(_Device(nvml, handle).describe(index) for index, handle in enumerate(handles))
-    except nvml.NVMLError as error:
-        return GpuState(reason=f"NVML failed: {error}")
+        return tuple(_Device(nvml, handle).describe(index) for index, handle in enumerate(handles))
+    except nvml.NVMLError:
+        return ()
     finally:
         nvml.nvmlShutdown()
-    return GpuState(gpus)
 
 
 class _Device:
@@ -76,7 +83,6 @@ class _Device:
         return Gpu(
             index=index,
             uuid=_text(ask(nvml.nvmlDeviceGetUUID)),
-            name=_text(ask(nvml.nvmlDeviceGetName)),
             throttle_reasons=self._throttle_reasons(),
             throttled_us=self._throttled_us(),
             process_count=None if processes is None else len(processes),
@@ -103,11 +109,6 @@ class _Device:
         return {name: value.value.ullVal // 1000 for name, value in counted if value.nvmlReturn == 0}
 
 
-def used_gpus(state: GpuState, uuids: Iterable[str | None]) -> tuple[Gpu, ...]:
-    reported = set(uuids) - {None}
-    return tuple(gpu for gpu in state.gpus if not reported or gpu.uuid in reported)
-
-
 def _text(value: Any) -> str | None:
     return value.decode() if isinstance(value, bytes) else value
 
@@ -118,12 +119,14 @@ def _sum_if_known(values: Iterable[int | None]) -> int | None:
     return sum(known) if len(known) == len(listed) else None
 
 
-def warn_of_gpus(before: Sequence[Gpu], after: Sequence[Gpu]) -> list[str]:
+def warn_of_gpus(before: Sequence[Gpu], after: Sequence[Gpu], processes: Iterable[Process]) -> list[str]:
+    """Return what disturbed the GPUs that the processes used meanwhile; of all, where none of them says which."""
+    on_gpu = [process for process in processes if process.device == "cuda"]
+    uuids = {process.conditions.gpu_uuid for process in on_gpu if process.conditions is not None} - {None}
     earlier = {gpu.uuid: gpu for gpu in before}
-    pairs = [(earlier[gpu.uuid], gpu) for gpu in after if gpu.uuid in earlier]
-    return [
-        text for first, last in pairs for text in (_warn_of_others(first, last), _warn_of_clocks(first, last)) if text
-    ]
+    used = [gpu for gpu in after if gpu.uuid in earlier and (not uuids or gpu.uuid in uuids)] if on_gpu else []
+    pairs = [(earlier[gpu.uuid], gpu) for gpu in used]
+    return [text for pair in pairs for text in (_warn_of_others(*pair), _warn_of_clocks(*pair)) if text]
 
 
 def _warn_of_others(first: Gpu, last: Gpu) -> str | None:
@@ -144,16 +147,6 @@ def _warn_of_clocks(first: Gpu, last: Gpu) -> str | None:
         return f"GPU {last.index}'s clocks were held down during the run ({reasons}): the times are longer than usual"
     bad = sorted(set(last.throttle_reasons or ()) & _SLOWDOWNS)
     return f"GPU {last.index}'s clocks were held down when the run ended ({', '.join(bad)})" if bad else None
-
-
-def describe_gpus(before: GpuState, after: GpuState) -> Gpus:
-    return Gpus(before.gpus, after.gpus, before.reason or after.reason)
-
-
-def warn_of_used_gpus(before: GpuState, after: GpuState, processes: Iterable[Process]) -> list[str]:
-    on_gpu = [process for process in processes if process.device == "cuda"]
-    uuids = [process.conditions.gpu_uuid for process in on_gpu if process.conditions is not None]
-    return warn_of_gpus(*(used_gpus(state, uuids) for state in (before, after))) if on_gpu else []
 
 
 # The driver branch that came with each CUDA version, newest first: "CUDA Toolkit and Corresponding Driver Versions" in

@@ -168,11 +168,6 @@ def with_outcome(manifest: Manifest, outcome: Outcome) -> Manifest:
     return replace(manifest, attached=attached, profiled=recorded)
 
 
-# A first step counts as not warmed up if it is this much longer than the later ones, and stands out of their spread.
-_LONGER = 1.2
-_SPREADS = 5
-_FEWEST_TO_TELL_FIRST = 4
-
 # Recorded steps may come out this much faster by chance.
 _FASTER = 0.90
 
@@ -193,22 +188,6 @@ _COUNTED = {
 }
 
 
-def warn_of_times(steps: Steps, during: Mapping[str, int], where: str) -> list[str]:
-    """Return warnings about the times of ``steps``.
-
-    Args:
-        steps: each step's ``<phase>_ns`` and ``step_ns``; with several contexts also its ``context``.
-        during: how often each thing that makes a step slow happened in them (`profkit.capture.steps.conditions`).
-        where: what these steps are called, such as ``unprofiled``.
-    """
-    slow = [
-        text
-        for (context, times), whole in zip(_without_data(steps).items(), _by_context(steps).values(), strict=True)
-        for text in _warn_of_first(times, whole, f"{where} steps{context}")
-    ]
-    return [*slow, *warn_of_counted(during, where)]
-
-
 def warn_of_gain(steps: Steps, recorded: Steps) -> list[str]:
     """Warn if steps took less time while they were recorded, by their medians: the unprofiled ones were disturbed."""
     rest = " without waits for data" if any(step.get("data_ns") for step in (*steps, *recorded)) else ""
@@ -226,14 +205,10 @@ def warn_of_gain(steps: Steps, recorded: Steps) -> list[str]:
 
 def _without_data(steps: Steps) -> dict[str, list[int]]:
     """Waits for data come in bursts, and a profiler may well shorten them."""
-    return _by_context([{**step, "step_ns": step["step_ns"] - step.get("data_ns", 0)} for step in steps])
-
-
-def _by_context(steps: Steps) -> dict[str, list[int]]:
     times: dict[str, list[int]] = {}
     for step in steps:
         context = f" (context {step['context']})" if "context" in step else ""
-        times.setdefault(context, []).append(step["step_ns"])
+        times.setdefault(context, []).append(step["step_ns"] - step.get("data_ns", 0))
     return times
 
 
@@ -246,31 +221,6 @@ def warn_of_counted(during: Mapping[str, int], where: str) -> list[str]:
     return warnings
 
 
-def _warn_of_first(times: Sequence[int], whole: Sequence[int], where: str) -> list[str]:
-    """Say if the first steps stand out: longer than the median of the later half by a fifth and by five of its MADs.
-
-    And longer than each step of that half: times that alternate between two values are not a warm-up. ``times`` are
-    those without waits for data, in which the GPU finishes the step before: a first step that found its batch ready
-    has its own work in its own time, so it must be longer than usual with the waits too.
-    """
-    if len(times) < _FEWEST_TO_TELL_FIRST:
-        return []
-    later = times[len(times) // 2 :]
-    usual = median(later)
-    spread = median(abs(time_ns - usual) for time_ns in later)
-    limit = max(_LONGER * usual, usual + _SPREADS * spread, *later)
-    usual_whole = median(whole[len(whole) // 2 :])
-    stands_out = [alone > limit and with_wait > usual_whole for alone, with_wait in zip(times, whole, strict=True)]
-    first = (*stands_out, False).index(False)
-    if not first:
-        return []
-    what = "first" if first == 1 else f"first {first}"
-    return [
-        f"the {what} of the {len(times)} {where} took up to {max(times[:first]) / usual:.1f} times as long as the"
-        " later ones: too little warm-up; raise --warmup"
-    ]
-
-
 def warn_of_run(manifest: Manifest, *, knows_compilations: bool = False) -> list[str]:
     """Return warnings about the times in a run's manifest.
 
@@ -280,7 +230,7 @@ def warn_of_run(manifest: Manifest, *, knows_compilations: bool = False) -> list
     warnings = []
     profiled = manifest.profiled or Samples()
     for timed in filter(None, (manifest.clean, manifest.attached)):
-        warnings += warn_of_times(timed.steps, timed.during, "unprofiled")
+        warnings += warn_of_counted(timed.during, "unprofiled")
         warnings += warn_of_gain(timed.steps, profiled.steps)
     said = {"compiled_graphs"} if knows_compilations else set()
     warnings += warn_of_counted({name: n for name, n in profiled.during.items() if name not in said}, "recorded")

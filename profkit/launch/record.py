@@ -16,7 +16,7 @@ from typing import Any
 from profkit.errors import RunError, ToolError
 from profkit.files import PARTIAL, clear_partial_files, user_cache
 from profkit.launch.another_try import AnotherTry, find_another_try, why_not_twice
-from profkit.launch.gpu_state import GpuState, describe_gpus, read_gpu_state, warn_of_used_gpus
+from profkit.launch.gpu_state import Gpu, read_gpus, warn_of_gpus
 from profkit.launch.manifest import begin_manifest, utc_now, warn_of_run, with_outcome
 from profkit.launch.nsys import Nsys, NsysSession, clear_unexported, lost_events, open_log, open_session
 from profkit.launch.passes import (
@@ -137,7 +137,7 @@ def record_run(
     run = make_run_directory(output, target.name, job)
     manifest = replace(begin_manifest(target, nsys, command, secret_names), job=job)
     _keep_manifest(run, manifest, is_first=True)
-    gpus_before = read_gpu_state()
+    gpus_before = read_gpus()
     recording = _Recording(target, nsys, run, manifest, progress, say)
     try:
         recording.make_passes()
@@ -148,7 +148,7 @@ def record_run(
         # What was recorded before stays: an interrupted script may have been through its recorded steps for hours.
         _give_up(run, replace(recording.manifest, processes=take_processes(run)), error)
         raise
-    return recording.conclude(gpus_before, read_gpu_state())
+    return recording.conclude(gpus_before, read_gpus())
 
 
 def build_environment(environment: Mapping[str, str], order: Order) -> dict[str, str]:
@@ -232,7 +232,7 @@ class _Recording:
     def _say(self, line: str) -> None:
         self.say(f"{self.target.name}: {line}")
 
-    def conclude(self, gpus_before: GpuState, gpus_after: GpuState) -> Recorded:
+    def conclude(self, gpus_before: Sequence[Gpu], gpus_after: Sequence[Gpu]) -> Recorded:
         last = self._done[-1]
         has_failed = last.exit_status != 0
         counted = [outcome for outcome in self._done if all(outcome is not other for other in self._made_anew)]
@@ -241,10 +241,9 @@ class _Recording:
             reason = last.failed_ranks or next((failure.error for failure in last.failures), reason)
         elif reason is None and len(counted) < len(self.target.passes):
             reason = why_no_step(last.processes, last.order)
-        manifest = replace(self.manifest, gpus=describe_gpus(gpus_before, gpus_after))
-        disturbed = warn_of_used_gpus(gpus_before, gpus_after, last.processes)
-        warnings = (*self._what_lacks(counted), *disturbed, *self._doubts(manifest))
-        manifest = replace(manifest, warnings=warnings)
+        disturbed = warn_of_gpus(gpus_before, gpus_after, last.processes)
+        warnings = (*self._what_lacks(counted), *disturbed, *self._doubts())
+        manifest = replace(self.manifest, warnings=warnings)
         if reason is not None or has_failed:
             why = reason or f"exit status {last.exit_status}"
             _mark_failed(self.run, replace(manifest, status="failed", reason=why))
@@ -262,11 +261,11 @@ class _Recording:
         missing = [text for outcome in judged for text in shortfalls(outcome, is_last=outcome is last)]
         return [*lost_events(self.run), *missing]
 
-    def _doubts(self, manifest: Manifest) -> list[str]:
+    def _doubts(self) -> list[str]:
         knows_compilations = False
         with suppress(RunError):  # a full disk may have left half a line
             knows_compilations = bool(read_compiled_code(self.run / COMPILED).compilations)
-        return warn_of_run(manifest, knows_compilations=knows_compilations)
+        return warn_of_run(self.manifest, knows_compilations=knows_compilations)
 
     def _make_pass(self, planned: Pass) -> Outcome:
         if self._done and self.target.reads_input and self._input_start is not None:

@@ -308,32 +308,6 @@ THROTTLE_REASONS = {
 
 
 @dataclass(frozen=True)
-class Gpu:
-    """One GPU at one moment; None for what this GPU, driver or container does not tell.
-
-    ``throttle_reasons`` hold at that moment; ``throttled_us`` is, per reason, how long the clocks have been held down
-    since the driver was loaded. ``process_count`` and ``process_bytes`` are of the compute processes on it.
-    """
-
-    index: int | None = None
-    uuid: Message | None = None
-    name: GpuName | None = None
-    throttle_reasons: tuple[Word, ...] | None = None
-    throttled_us: dict[Word, int] = field(default_factory=dict)
-    process_count: int | None = None
-    process_bytes: int | None = None
-
-
-@dataclass(frozen=True)
-class Gpus:
-    """The machine's GPUs before and after the run; ``reason`` says why there are none to tell of."""
-
-    before: tuple[Gpu, ...] = ()
-    after: tuple[Gpu, ...] = ()
-    reason: str | None = None
-
-
-@dataclass(frozen=True)
 class Manifest:
     """The content of ``manifest.json``.
 
@@ -368,7 +342,6 @@ class Manifest:
     conditions: Conditions | None = None
     float32_matmul_precision: Word | None = None
     environment: dict[str, str] = field(default_factory=dict)
-    gpus: Gpus | None = None
     clean: Samples | None = None
     attached: Samples | None = None
     profiled: Samples | None = None

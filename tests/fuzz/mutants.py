@@ -340,7 +340,7 @@ def _run_files() -> dict[str, Any]:
             "device": "cuda", "workload": {"dtype": "fp32", "warmup_steps": 1}, "exit_status": 0,
             "clean": {"steps": steps, "during": {"retries": 0}, "losses": [1.5]}, "profiled": {"steps": steps},
             "processes": [process], "memory": {"steps": steps, "processes": [process]}, "versions": {"torch": "2.13.0"},
-            "gpus": {"before": [{"index": 0, "name": "NVIDIA H200"}], "after": []}, "warnings": ["one"],
+            "warnings": ["one"],
         },
         "work.json": {
             "version": 1, "source": "counted", "dtype": "fp32", "model_flops": 300, "missing": [],
