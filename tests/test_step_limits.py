@@ -33,7 +33,7 @@ from profkit.report.units import format_share
 from profkit.run.edits import parse_edits
 from profkit.run.lines import LineTime
 from tests.efficiency_runs import SMALL, notes_of
-from tests.in_process import check_command, printed, run_command
+from tests.in_process import printed, run_command
 from tests.step_machine import LAUNCH, Doing, Machine
 
 pytestmark = pytest.mark.usefixtures("read_once")
@@ -204,15 +204,6 @@ def test_without_a_prediction_there_are_no_lanes() -> None:
     opened = read_trace(SMALL)
     for edit in ("cudnn-benchmark", "gradients:bf16", "no-wait:train.py:7"):
         assert opened.step_lanes(parse_edits([edit])) is None
-
-
-def test_what_if_draws_them_where_no_memory_is_predicted(tmp_path: Path) -> None:
-    path = tmp_path / "lanes.png"
-    check_command("whatif", SMALL, "--edit", "cpu:×2", "--plot", path)
-    assert path.read_bytes().startswith(b"\x89PNG")
-    refused = run_command("whatif", SMALL, "--edit", "cudnn-benchmark", "--plot", tmp_path / "none.png")
-    assert refused.returncode == 2
-    assert "its time is not predicted" in refused.stderr
 
 
 # -- the steps of all ranks together ---------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import click
 from profkit.analysis.step_replay.predict import Prediction
 from profkit.analysis.trials import latest_trials, summarize_trials
 from profkit.analysis.whatif.apply import Cost, cost_of_ranges
-from profkit.cli.options import POSITIVE, SIZE, capture_argument, peak_options, plot_option
+from profkit.cli.options import POSITIVE, SIZE, capture_argument, peak_options
 from profkit.cli.outputs import Output, output_options, quote_path, refuse_overwriting, say, shown_after_a_second
 from profkit.cli.run import run as run_command
 from profkit.cli.run_options import RunCommand
@@ -65,7 +65,6 @@ from profkit.run.recording import Order
     type=SIZE,
     help="Memory that PyTorch may reserve, such as 24GiB (default: that of the recorded GPU).",
 )
-@plot_option("Draw the step's lanes now and after.")
 @peak_options
 @output_options
 def whatif(
@@ -74,7 +73,6 @@ def whatif(
     edits: tuple[str, ...],
     fit: int | None,
     capacity: int | None,
-    plot: Path | None,
     device: int | None,
     rank: int | None,
     output: Output,
@@ -87,7 +85,7 @@ def whatif(
     """
     if fit is not None and (edits or allocators or capacity is not None):
         raise UsageError("--fit searches by itself: leave out --edit, --allocator and --capacity")
-    refuse_overwriting([capture], [output.path, plot])
+    refuse_overwriting([capture], [output.path])
     with shown_after_a_second(f"reading {capture.name}"):
         opened = open_capture(capture, rank=rank) if edits else None
         if opened is None and is_time_alone(capture):
@@ -109,14 +107,6 @@ def whatif(
                 cost=_cost_of(capture) if fit else None,
             )
             predicted = Prediction(None, memory)
-    if plot is not None:
-        trace = None if opened is None else opened.trace
-        lanes = None if trace is None else trace.step_lanes(parse_edits(edits))
-        if lanes is None:
-            raise UsageError("--plot draws a step's lanes, and its time is not predicted")
-        from profkit.report.plots import plot_lanes  # loads Matplotlib
-
-        plot_lanes(*lanes, edits, plot)
     output.print(build_prediction_document(predicted))
 
 

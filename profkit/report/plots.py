@@ -1,5 +1,5 @@
-"""Pictures in PNG files, fit for a report: kernels as bars, a step's lanes before and after, memory over time, and the
-ranges on a roofline: FLOP/s against FLOPs per least byte, under the peaks of their GPU.
+"""Pictures in PNG files, fit for a report: kernels as bars, memory over time, and the ranges on a
+roofline: FLOP/s against FLOPs per least byte, under the peaks of their GPU.
 
 Names stand in them as they are, and a file is written whole or not at all.
 """
@@ -33,14 +33,12 @@ from profkit.analysis.memory.bins import Bins, bin_history
 from profkit.analysis.memory.device import DeviceMemory, Filter
 from profkit.analysis.memory.opened_snapshot import MemoryResult
 from profkit.analysis.opened import OpenedTrace
-from profkit.analysis.step_replay.lanes import StepLanes
-from profkit.analysis.step_replay.limits import Limit, StepLimits
+from profkit.analysis.step_replay.limits import StepLimits
 from profkit.analysis.tree import split_path
 from profkit.errors import TraceError
 from profkit.files import write_whole
 from profkit.names import BACKWARD, FORWARD, OPTIMIZER, RECOMPUTE, phase_of
 from profkit.report import colours, make_visible, shorten, shorten_apart, simplify_name
-from profkit.report.commands.answer import NAMES
 from profkit.report.commands.kernels import count_line, sort_rows, subject
 from profkit.report.commands.steps import DATA, WAITING, name_limits
 from profkit.report.document import UNTRUSTED
@@ -197,32 +195,6 @@ def _add_legend(figure: Figure, bars: list[_Bar]) -> None:
         handles.append(Patch(facecolor="white", edgecolor=colour, hatch=_WAITING, label="waiting for another rank"))
     columns = min(len(handles), 7)
     figure.legend(handles=handles, loc="outside lower center", ncols=columns, fontsize=8, frameon=False)
-
-
-def plot_lanes(before: StepLanes, after: StepLanes, edits: tuple[str, ...], path: Path) -> None:
-    rows = [
-        (f"{name}, {lane}", spans)
-        for name, step in (("now", before), ("after", after))
-        for lane, spans in step.lanes.items()
-    ]
-    with draw_png(path, 9.0, 1.2 + 0.4 * len(rows)) as (_, axes):
-        for number, (_, spans) in enumerate(rows):
-            axes.broken_barh(
-                [(span.start_ns / 1e6, (span.end_ns - span.start_ns) / 1e6) for span in spans],
-                (number - 0.4, 0.8),
-                facecolors=[colours.STEP[colours.LIMITS[span.kind]] for span in spans],
-            )
-        axes.set_yticks(range(len(rows)), [name for name, _ in rows])
-        axes.invert_yaxis()
-        axes.set_xlim(0, max(before.step_ns, after.step_ns) / 1e6)
-        axes.set_xlabel("ms")
-        axes.set_title(
-            f"A step: {format_ns(before.step_ns)} now, {format_ns(after.step_ns)} with {', '.join(edits)}",
-            fontsize="medium",
-        )
-        kinds = dict.fromkeys(span.kind for _, spans in rows for span in spans)
-        patches = [Patch(color=colours.STEP[colours.LIMITS[kind]], label=NAMES[Limit(kind)]) for kind in kinds]
-        axes.legend(handles=patches, loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=3, frameon=False)
 
 
 _GIB = 2**30
