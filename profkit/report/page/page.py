@@ -17,7 +17,6 @@ from markupsafe import Markup, escape
 from profkit.analysis.memory.device import DeviceMemory, Filter
 from profkit.analysis.memory.opened_snapshot import MemoryResult
 from profkit.analysis.opened import OpenedCapture
-from profkit.analysis.ranks.comparison import RanksResult
 from profkit.analysis.self_check import SelfCheck
 from profkit.analysis.trials import Trial, summarize_trials
 from profkit.files import write_whole
@@ -42,11 +41,6 @@ _SCRIPTS = {
 """Sections with a script of their own."""
 
 _MEMORY = "Memory over time"
-
-MOST_IN_MATRIX = 64
-"""A matrix of more ranks than this is no picture: the table names those that others wait for most."""
-
-_WIDEST, _LARGEST_CELL = 640, 64
 
 _MOST_SIMULATED = 100_000
 """Events of the allocator: a page should not wait for longer histories to be simulated under each setting."""
@@ -202,34 +196,10 @@ def _rank_sections(run: Results) -> Iterator[Section]:
     document = build_ranks_document(result, run.name)
     content = {
         "lines": describe_ranks(result),
-        "matrix": _draw_waits(result) if len(result.ranks) <= MOST_IN_MATRIX else None,
         "parts": view_parts(document.parts[1:]),
         "lost": [without_folders(make_visible(finding.message)) for finding in document.findings],
     }
     yield Section("ranks", "Ranks", f"profkit ranks {run.name}", content)
-
-
-def _draw_waits(result: RanksResult) -> dict[str, Any] | None:
-    waits, steps = result.waits_ns, max(result.step_count, 1)
-    longest = int(waits.max())
-    if not longest:
-        return None
-    size = min(_WIDEST // len(result.ranks), _LARGEST_CELL)
-    numbers = [rank.rank for rank in result.ranks]
-    cells = [
-        {
-            "x": to * size,
-            "y": here * size,
-            "share": round(int(waits[here, to]) / longest, 3),
-            "text": f"rank {numbers[here]} waits {format_ns(int(waits[here, to]) / steps)} a step"
-            f" for rank {numbers[to]}",
-        }
-        for here, to in zip(*waits.nonzero(), strict=True)
-    ]
-    # Where there are many ranks, not every one has room for its number.
-    every = -(-24 // size)
-    labels = [{"at": at * size + size // 2, "rank": rank} for at, rank in enumerate(numbers) if at % every == 0]
-    return {"size": size, "whole": size * len(numbers), "cells": cells, "labels": labels}
 
 
 def _module_sections(run: Results) -> Iterator[Section]:
