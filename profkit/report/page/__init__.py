@@ -7,7 +7,6 @@ import gzip
 import json
 import os
 import re
-import shlex
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -71,21 +70,6 @@ class Results:
     def steps(self) -> int | None:
         """Over how many measured steps the times of ranges are sums; None if some lie outside them."""
         return None if self.efficiency is None else self.efficiency.step_count
-
-    def record_again(self, option: str) -> str:
-        """Return the command that would record this program again, as it was and with one more option.
-
-        A block of a program is recorded by the program itself, by torch.profiler alone and without the work of ranges.
-        """
-        manifest = self.capture.manifest
-        if manifest.kind == "block":
-            return "profkit.record(memory=True)" if option == "--memory" else "profkit run -- python train.py"
-        known = [("--nsys", manifest.profiler == "nsys"), ("--memory", bool(manifest.argv) and self.memory is not None)]
-        option = " ".join(dict.fromkeys([*(name for name, was_given in known if was_given), option]))
-        if not manifest.argv and manifest.target:
-            return f"profkit run {option} {without_folders(manifest.target)}"
-        program = shlex.join(map(without_folders, manifest.argv)) if manifest.argv else "python train.py"
-        return make_visible(f"profkit run {option} -- {program}")
 
 
 @dataclass(frozen=True)

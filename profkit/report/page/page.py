@@ -241,29 +241,8 @@ def _trust_section(run: Results) -> Section:
         "verdict": "" if check is None else _verdict_line(check),
         "findings": [] if check is None else [(finding.verdict, finding.message) for finding in check.findings],
         "costs": view_parts(clean_times_parts(run.capture.manifest)),
-        "missing": [{"what": what, "command": command} for what, command in _find_missing(run)],
     }
     return Section("trust", "How far to trust this", f"profkit kernels {run.name} --strict", content)
-
-
-def _find_missing(run: Results) -> Iterator[tuple[str, str]]:
-    capture, again, why = run.capture, run.record_again, run.summary.why_missing
-    directory, trace = capture.run, capture.trace
-    if trace is None or run.kernels is None:
-        yield "time: kernels, ranges, steps", again("--nsys")
-    elif run.summary.step_ns is None:
-        yield "steps: name the ranges around them `step N`, or let profkit find them", again("")
-    elif directory is not None and directory.lines() is None:
-        yield ("lines of source", again("")) if not why else (f"lines of source: {why}", "")
-    if capture.snapshot is None:
-        yield "memory", again("--memory")
-    if run.capture.manifest.unprofiled is None:
-        what = "step times without a profiler"
-        yield (what, again("--nsys")) if not why else (f"{what}: {why}", "")
-    if trace is not None and (directory is None or directory.work is None):
-        yield "FLOPs of each module", again("--flops")
-    if trace is not None and (directory is None or directory.ceilings is None):
-        yield "what this GPU reaches at most (a datasheet is used if one is known)", "profkit ceilings"
 
 
 def _verdict_line(check: SelfCheck) -> str:

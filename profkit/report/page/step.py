@@ -326,8 +326,8 @@ _PARTS: dict[str, str] = {
 }
 """A part of a step, or a phase without a GPU → its colour (`profkit.report.colours.STEP`)."""
 
-_ELSEWHERE = ("Care", "Lacks", "Try")
-"""Lines that stand at the head of the page, or under what was not recorded."""
+_ELSEWHERE = ("Care", "Try")
+"""Lines that stand at the head of the page."""
 
 
 def build_answer(run: Results) -> dict[str, Any]:
