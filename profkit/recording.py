@@ -194,7 +194,7 @@ class _Keeper:
         first = orders[0]
         workload = Workload(steps=first.steps, warmup_steps=first.warmup_steps, step_on=first.step_on)
         passes = tuple(Pass((), order) for order in orders[::-1])
-        target = Target(name, name, "block", passes, workload)
+        target = Target(name, "block", passes, workload)
         self._manifest = replace(begin_manifest(target, None, ["profkit.record"], ()), job=job)
         write_manifest(run / MANIFEST, self._manifest, is_first=True)
 

@@ -148,7 +148,7 @@ def start(tmp_path: Path) -> Callable[..., Recorded]:
         argv = (sys.executable, "-c", TARGET, str(status), left)
         order = Order("", "nsys", 0, 1, own_steps=True)
         passes = (Pass(argv, replace(order, recorder="none", steps=None)), Pass(argv, order))
-        target = Target("model.tiny", "model.tiny", "model", passes, Workload())
+        target = Target("model.tiny", "model", passes, Workload())
         return record_run(target, nsys, tmp_path / "run", command=["profkit", "run"], progress=_silent, say=print)
 
     return start

@@ -314,10 +314,9 @@ def _measure(
 
 
 def _write_manifest(run: Path, argv: tuple[str, ...]) -> None:
-    target = Target(
-        command_name(argv), " ".join(argv), "command", (Pass(argv, Order("", "none", 0, None)),), Workload()
-    )
-    manifest = begin_manifest(replace(target, argv=argv), None, ["profkit", *sys.argv[1:]], ())
+    passes = (Pass(argv, Order("", "none", 0, None)),)
+    target = Target(command_name(argv), "command", passes, Workload(), argv=argv)
+    manifest = begin_manifest(target, None, ["profkit", *sys.argv[1:]], ())
     complete = replace(manifest, status="complete", profiler=None, finished_utc=utc_now())
     try:
         write_manifest(run / MANIFEST, complete, is_first=True)

@@ -159,7 +159,7 @@ def _command(
     passes = command_passes(words, order, watched, with_memory=with_memory, with_trace=with_trace)
     if recorder == "nsys" and starts_on_all_machines(words):
         say(_ONE_MACHINE.format(words[0]))
-    return Target(command_name(words), " ".join(words), "command", tuple(passes), _workload(order), argv=words)
+    return Target(command_name(words), "command", tuple(passes), _workload(order), argv=words)
 
 
 def _finds_gpu(target: tuple[str, ...]) -> bool:
@@ -205,7 +205,7 @@ def _model(
     passes = model_passes(training, recorder, allocator, ranks=ranks)
     sizes = training.preset
     require_torch()
-    return Target(words[0], words[0], "model", tuple(passes), workload, asdict(sizes), sizes.parameter_count)
+    return Target(words[0], "model", tuple(passes), workload, asdict(sizes), sizes.parameter_count)
 
 
 def _refuse_several_contexts(count: int, compile_mode: str, *, ranks: int, memory: bool) -> None:
@@ -266,7 +266,7 @@ def _conclude(recorded: Recorded, target: Target) -> int:
 
 
 def _describe_failure(recorded: Recorded, target: Target, where: str) -> str:
-    name = target.argv[0] if target.argv else target.title
+    name = target.argv[0] if target.argv else target.name
     killed = " (killed: perhaps the memory was full)" if recorded.exit_status == _KILLED else ""
     ranks = f" ({recorded.outcome.failed_ranks})" if recorded.outcome.failed_ranks else ""
     failed = f"{name} failed with exit status {recorded.exit_status}{killed}{ranks}"

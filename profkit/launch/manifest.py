@@ -92,7 +92,7 @@ def begin_manifest(target: Target, nsys: Nsys | None, command: list[str], secret
     records_trace = target.passes[-1].order.recorder not in ("memory", "oom")
     return Manifest(
         command=redact(command, names),
-        target=" ".join(argv) or target.title,
+        target=" ".join(argv) or target.name,
         kind=target.kind,
         argv=argv,
         workload=target.workload,

@@ -116,10 +116,9 @@ class Pass:
 
 @dataclass(frozen=True)
 class Target:
-    """What is run: its name for directories, its title in the manifest, its kind, and its passes in their order."""
+    """What is run: its name for directories, its kind, and its passes in their order; ``argv`` is the user's."""
 
     name: str
-    title: str
     kind: Kind
     passes: tuple[Pass, ...]
     workload: Workload
