@@ -25,7 +25,7 @@ from torch import distributed
 from profkit.capture import say
 from profkit.capture.flight_recorder import RING, Collective, FlightRecorder, several_ranks, turn_on
 from profkit.capture.patches import call_first, patch
-from profkit.capture.steps.conditions import GpuClock, read_allocator
+from profkit.capture.steps.conditions import GpuClock
 from profkit.capture.steps.times import Mark, Span, give_back, mark_on_gpu
 from profkit.names import step_range
 from profkit.run.directory import LIGHT, name_of_rank
@@ -125,7 +125,7 @@ class LightRecorder:
         self._zero_since = 0
         """The step before which it was made, if it was not in another step."""
         self._looked_ns = -_LOOK_EVERY_NS
-        self._memory: tuple[int | None, int | None] = None, None
+        self._peak_bytes: int | None = None
         self._clock: tuple[int | None, tuple[str, ...]] = None, ()
         self._keeps = False
 
@@ -204,7 +204,7 @@ class LightRecorder:
         if torch.cuda.is_initialized():
             if step.end_ns - self._looked_ns >= _LOOK_EVERY_NS:
                 self._look(step.end_ns)
-            step.peak_bytes, step.reserved_bytes = self._memory
+            step.peak_bytes = self._peak_bytes
             step.sm_mhz, step.throttle = self._clock
         self._steps.append(step)
         self._unread.append(step)
@@ -212,7 +212,8 @@ class LightRecorder:
             self._read_passed()
 
     def _look(self, now_ns: int) -> None:
-        self._looked_ns, self._memory, self._clock = now_ns, read_allocator(), self._gpu_clock.look()
+        self._looked_ns, self._clock = now_ns, self._gpu_clock.look()
+        self._peak_bytes = torch.cuda.memory_stats_as_nested_dict()["allocated_bytes"]["all"]["peak"]
 
     def _read_passed(self, *, is_last: bool = False) -> None:
         """Turn the marks of steps that the GPU has done into times: of many at once, which is faster.
@@ -271,7 +272,7 @@ class LightRecorder:
             patience = _PATIENCE_S
             self._look(perf_counter_ns())
             if self._steps:  # since the last look memory may have grown
-                self._steps[-1].peak_bytes, self._steps[-1].reserved_bytes = self._memory
+                self._steps[-1].peak_bytes = self._peak_bytes
         self._flight.look()
         while patience > 0 and not self._flight.is_settled:
             sleep(_POLL_S)

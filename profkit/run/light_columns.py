@@ -93,7 +93,6 @@ class StepColumns:
     end_ns: Ints
     launch_wait_ns: Ints
     peak_bytes: Ints
-    reserved_bytes: Ints
     sm_mhz: Ints
     throttle: tuple[tuple[str, ...], ...]
     phases: Phases

@@ -9,8 +9,8 @@ that was cut off is left out::
     {"kind": "calls", "number": 0, "collectives": {"group": [0, 0], "kind": ["all_reduce", "all_reduce"],
      "dtype": ["float32", "float32"], "bytes": [28320000, 1048576]}}
     {"kind": "steps", "name": ["step 3", "step 4"], "start_ns": "81200300,141200300", "end_ns": "141200300,201200300",
-     "launch_wait_ns": "402000,0", "peak_bytes": "3073660928,3073660928", "reserved_bytes": "3246391296,3246391296",
-     "sm_mhz": "1980,1980", "throttle": [["power cap"], []],
+     "launch_wait_ns": "402000,0", "peak_bytes": "3073660928,3073660928", "sm_mhz": "1980,1980",
+     "throttle": [["power cap"], []],
      "phases": {"count": "2,2", "name": ["data", "forward", "data", "forward"], "start_ns": "0,230100,0,230500",
         "end_ns": "210400,14020000,211000,14030000"},
      "gpu_phases": {"count": "1,1", "name": ["forward", "forward"], "start_ns": "260000,260100",
@@ -106,7 +106,6 @@ class StepRecord:
     gpu_phases: tuple[tuple[RangeName, int, int], ...] = ()
     launch_wait_ns: int | None = None
     peak_bytes: int | None = None
-    reserved_bytes: int | None = None
     sm_mhz: int | None = None
     throttle: tuple[Reason, ...] = ()
     """Why the GPU held its clock down."""
@@ -141,7 +140,7 @@ COMMON = ("group", "kind", "dtype", "bytes")
 OF_CALLS = ("sequence", "called_ns", "start_ns", "end_ns", "hidden_ns", "exposed_ns")
 """Those that are not."""
 
-OF_STEPS = ("start_ns", "end_ns", "launch_wait_ns", "peak_bytes", "reserved_bytes", "sm_mhz")
+OF_STEPS = ("start_ns", "end_ns", "launch_wait_ns", "peak_bytes", "sm_mhz")
 
 NO_CALLS = -1
 """Stands for the calls of a step without collectives."""

@@ -97,7 +97,6 @@ def _record(rank: int, ranks: int, steps: int, collectives: int, *, is_timed: bo
                 (("forward", 400_000, gpu), ("backward", gpu, 52 * MS), ("optimizer", 52 * MS, 55 * MS)),
                 launch_wait_ns=0,
                 peak_bytes=11_979_044_352 + rank,
-                reserved_bytes=15_730_737_152,
                 sm_mhz=1980,
                 collectives=calls,
             )

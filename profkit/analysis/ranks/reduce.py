@@ -119,7 +119,6 @@ def _tabulate_steps(attribution: Attribution, own: OwnTime, host: OwnTime) -> St
         end_ns=end_ns,
         launch_wait_ns=Stretches(own.start_ns[launches], own.end_ns[launches]).within(start_ns, end_ns),
         peak_bytes=unknown,
-        reserved_bytes=unknown,
         sm_mhz=unknown,
         throttle=((),) * len(names),
         phases=_find_phases(trace, start_ns, end_ns),

@@ -194,12 +194,6 @@ def _describe_gpu() -> dict[str, Any]:
     }
 
 
-def read_allocator() -> tuple[int, int]:
-    """Return the most that was ever allocated, and what PyTorch holds from CUDA now, in bytes."""
-    stats = torch.cuda.memory_stats_as_nested_dict()
-    return stats["allocated_bytes"]["all"]["peak"], stats["reserved_bytes"]["all"]["current"]
-
-
 _IDLE = "gpu_idle"
 
 
