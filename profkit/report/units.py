@@ -13,15 +13,18 @@ _MOST_SHOWN = 9.99
 """A ratio above 999 % says that its base is next to nothing, so its digits say nothing."""
 
 
+NS_IN = {"ns": 1, "µs": 10**3, "ms": 10**6, "s": 10**9}
+
+
 def format_ns(value: float) -> str:
     """Return a duration with four digits in the unit that fits: ``34.50 ms``."""
     value = round(value)
     if abs(value) < 1000:
         return f"{value} ns"
-    for divisor, unit in ((10**3, "µs"), (10**6, "ms")):
+    for unit in ("µs", "ms"):
         # Rounded to four digits, 999,960 ns is a millisecond and not a thousand microseconds.
-        if round(abs(value) / divisor, 1) < 1000:
-            return f"{four_digits(value / divisor)} {unit}"
+        if round(abs(value) / NS_IN[unit], 1) < 1000:
+            return f"{four_digits(value / NS_IN[unit])} {unit}"
     return f"{four_digits(value / 10**9)} s"
 
 
@@ -34,7 +37,7 @@ def format_interval(low_ns: int, high_ns: int) -> str:
     """Return both ends of an interval in the unit that fits the one farther from 0: ``-17.66 … -12.94 µs``."""
     farther = max(abs(low_ns), abs(high_ns))
     unit = format_ns(farther).rpartition(" ")[2]
-    divisor = {"ns": 1, "µs": 10**3, "ms": 10**6, "s": 10**9}[unit]
+    divisor = NS_IN[unit]
     decimals = 0 if divisor == 1 else next((d for d, limit in ((3, 10), (2, 100)) if farther / divisor < limit), 1)
     return f"{low_ns / divisor:+,.{decimals}f} … {high_ns / divisor:+,.{decimals}f} {unit}"
 
@@ -108,12 +111,15 @@ class Unit:
 
 
 TEXT = Unit(str, right=False)
+PLAIN = Unit(str)
+"""Numbers that are names, such as a rank, and texts of numbers."""
 COUNT = Unit(lambda value: f"{value:,}" if isinstance(value, int) else str(value))
 NUMBER = Unit(four_digits)
 NS = Unit(format_ns)
 SIGNED_NS = Unit(format_signed_ns)
 SHARE = Unit(format_share)
 BYTES = Unit(format_bytes)
+SIGNED_BYTES = Unit(lambda value: f"{'+' if value > 0 else ''}{format_bytes(value)}")
 
 
 def format_gigabytes(value: float) -> str:

@@ -15,7 +15,7 @@ from profkit.analysis.summary import Kind, MemoryUse, StepPart, StepTree, Summar
 from profkit.report import shorten
 from profkit.report.commands.steps import name_line, name_source
 from profkit.report.commands.trials import describe_trial
-from profkit.report.units import format_bytes, format_ns, format_share
+from profkit.report.units import NS_IN, format_bytes, format_ns, format_share
 
 NAMES: dict[Kind, str] = {
     "data": "waiting for the next batch",
@@ -185,7 +185,7 @@ def describe_interval(after: Interval | None) -> str:
     if after is None:
         return "unknown"
     expected, unit = format_ns(after.expected).split()
-    divisor = {"ns": 1, "µs": 10**3, "ms": 10**6, "s": 10**9}[unit]
+    divisor = NS_IN[unit]
     width = (after.high - after.low) / divisor
     decimals = next((digits for digits, least in enumerate((5, 0.5, 0.05)) if width >= least), 3)
     low, middle, high = (f"{time_ns / divisor:,.{decimals}f}" for time_ns in (after.low, after.expected, after.high))

@@ -30,6 +30,7 @@ from profkit.report.document import UNKNOWN, Column, Document, Lines, Row, Table
 from profkit.report.units import (
     BYTES,
     NS,
+    PLAIN,
     SHARE,
     SIGNED_NS,
     TEXT,
@@ -67,7 +68,6 @@ _INTERVAL = Unit(lambda value: value if isinstance(value, str) else format_inter
 _CHANGE_COLUMN = Column("change_ns", "change", _or_empty(SIGNED_NS))
 _BEFORE_COLUMN = Column("before_ns", "before", _or_empty(NS))
 _AFTER_COLUMN = Column("after_ns", "after", _or_empty(NS))
-_COUNTS = Unit(str)
 _INTERVAL_COLUMN = Column("interval", f"{LEVEL:.0%} interval", _INTERVAL)
 
 
@@ -280,7 +280,7 @@ def _name_kernels(time: TimeComparison, kernels: Sequence[KernelTotal]) -> str:
 
 def _columns(heading: str, has_interval: bool, kernels: str | None = None) -> tuple[Column, ...]:
     more = [_INTERVAL_COLUMN] if has_interval else []
-    more += [] if kernels is None else [Column("kernels", f"{kernels}s", _COUNTS)]
+    more += [] if kernels is None else [Column("kernels", f"{kernels}s", PLAIN)]
     return (_CHANGE_COLUMN, _BEFORE_COLUMN, _AFTER_COLUMN, *more, Column("name", heading, TEXT, flexible=True))
 
 
@@ -365,8 +365,8 @@ _BUDGET_UNITS = {
 _BUDGET_COLUMNS = (
     Column("verdict", "verdict", TEXT),
     Column("label", "budget", TEXT, flexible=True),
-    Column("measured_text", "measured", Unit(str)),
-    Column("limit_text", "limit", Unit(str)),
+    Column("measured_text", "measured", PLAIN),
+    Column("limit_text", "limit", PLAIN),
 )
 _EXACT_TEXTS = {"ns": "{:,.0f} ns", "bytes": "{:,.0f} B", "share": "{:.4%}"}
 """For a quantity and a limit that would look the same."""

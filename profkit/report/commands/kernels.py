@@ -12,7 +12,7 @@ from profkit.analysis.tree import split_path
 from profkit.errors import Finding
 from profkit.report import simplify_name
 from profkit.report.document import UNKNOWN, Column, Document, Lines, Row, Table
-from profkit.report.units import NS, SHARE, TEXT, Unit, count_over, format_count, format_ns, ns_over
+from profkit.report.units import NS, PLAIN, SHARE, TEXT, Unit, count_over, format_count, format_ns, ns_over
 
 if TYPE_CHECKING:
     from profkit.analysis.kernels.compiled_code import KernelSource
@@ -27,7 +27,6 @@ _MOST_LINES = 3
 _MOST_SOURCES = 20
 _MOST_RANK_COLUMNS = 4
 """Up to this many ranks get a column each in the table of kernels; of more it shows the least, median and most."""
-_PLAIN = Unit(str)
 """For numbers that count nothing: ranks, devices, process ids."""
 _RANKS_BESIDE_CATEGORY = 2
 """With more ranks than these a screen has no room for the category."""
@@ -347,8 +346,8 @@ def _are_compared(result: KernelsResult) -> bool:
 def _rank_table(result: KernelsResult, steps: int | None) -> Table:
     on_gpu = result.measure == "gpu-kernel"
     columns = (
-        Column("rank", "rank", _PLAIN),
-        Column("device", "GPU", _PLAIN) if on_gpu else Column("process", "pid", _PLAIN),
+        Column("rank", "rank", PLAIN),
+        Column("device", "GPU", PLAIN) if on_gpu else Column("process", "pid", PLAIN),
         Column("wall_ns", "recorded" if result.range is None else "Python time", ns_over(steps)),
         Column("kernel_time_ns", "kernel time" if on_gpu else "self time", ns_over(steps)),
         Column("busy_ns", "GPU busy" if on_gpu else "busy", ns_over(steps)),

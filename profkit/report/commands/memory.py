@@ -17,6 +17,7 @@ from profkit.report.document import UNKNOWN, Column, Document, Lines, Row, Table
 from profkit.report.units import (
     BYTES,
     SHARE,
+    SIGNED_BYTES,
     TEXT,
     Unit,
     format_after,
@@ -379,10 +380,9 @@ def _module_notes(at: Composition, shown: Sequence[PartRow], hidden: int) -> Ite
 
 TOP_PARTS = 15
 
-_CHANGE = Unit(lambda value: f"{'+' if value > 0 else ''}{format_bytes(value)}")
 _KIND = Unit(lambda kind: "lost to rounding" if kind == "padding" else kind, right=False)
 _PART_COLUMNS = (
-    Column("bytes", "change", _CHANGE),
+    Column("bytes", "change", SIGNED_BYTES),
     Column("kind", "kind", _KIND),
     Column("count", "count"),
     Column("stack", "tensor, or your line", TEXT, flexible=True),
@@ -412,7 +412,7 @@ def memory_table(comparison: Comparison) -> Table:
 
 
 def _compared_head(comparison: Comparison) -> Lines:
-    difference = f"{_CHANGE.show(comparison.difference_bytes)} ({comparison.difference_bytes:+,} B)"
+    difference = f"{SIGNED_BYTES.show(comparison.difference_bytes)} ({comparison.difference_bytes:+,} B)"
     change = f"the peak changed by {difference}"
     if _is_same(comparison):
         count = format_count(sum(part.count for part in comparison.parts), "allocation")

@@ -18,8 +18,8 @@ from profkit.report.units import (
     GIGABYTES,
     NS,
     NUMBER,
+    PLAIN,
     TEXT,
-    Unit,
     count_over,
     format_count,
     format_ns,
@@ -28,7 +28,6 @@ from profkit.report.units import (
 )
 from profkit.run.light_record import P2P, Group
 
-_PLAIN = Unit(str)
 _MOST_RANKS_SHOWN = 16
 _WIDEST_MATRIX = 8
 
@@ -132,7 +131,7 @@ def _wait_table(result: RanksResult) -> Table:
     waits = result.waits_ns
     title = f"Waiting in collectives{', per step' * bool(result.recorded_step_count)}"
     if len(numbers) <= _WIDEST_MATRIX:
-        columns = [Column("rank", "rank", _PLAIN), *(Column(f"for_{n}_ns", f"for rank {n}", NS) for n in numbers)]
+        columns = [Column("rank", "rank", PLAIN), *(Column(f"for_{n}_ns", f"for rank {n}", NS) for n in numbers)]
         rows = [
             {"rank": rank, **{f"for_{n}_ns": round(int(waits[at, to]) / steps) for to, n in enumerate(numbers)}}
             for at, rank in enumerate(numbers)
@@ -150,9 +149,9 @@ def _wait_table(result: RanksResult) -> Table:
         for at in order
     ]
     columns = [
-        Column("rank", "rank", _PLAIN),
+        Column("rank", "rank", PLAIN),
         Column("caused_ns", "others wait for it (mean)", NS),
-        Column("most_for", "longest: rank", _PLAIN),
+        Column("most_for", "longest: rank", PLAIN),
     ]
     return Table(columns, rows, title=title)
 
@@ -205,8 +204,8 @@ def _rank_table(result: RanksResult, top: int | None) -> Table:
     has_clock = any(rank.sm_mhz is not None for rank in ranks)
     has_peak = any(rank.peak_bytes is not None for rank in ranks)
     columns = [
-        Column("rank", "rank", _PLAIN),
-        *([Column("node", "node", _PLAIN)] if nodes else []),
+        Column("rank", "rank", PLAIN),
+        *([Column("node", "node", PLAIN)] if nodes else []),
         Column("step_ns", "step", NS),
         Column("kernels_ns", "computing", NS),
         Column("exposed_ns", "not hidden", NS),

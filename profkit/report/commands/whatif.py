@@ -12,7 +12,7 @@ from profkit.analysis.whatif.apply import EditedPeak, PartChange
 from profkit.errors import Finding
 from profkit.report.commands.steps import time_parts, time_table
 from profkit.report.document import Column, Document, Lines, Row, Table
-from profkit.report.units import BYTES, TEXT, Unit, format_bytes, format_exactly
+from profkit.report.units import BYTES, PLAIN, SIGNED_BYTES, TEXT, format_bytes, format_exactly
 
 _EXACT = (
     "allocator",
@@ -31,9 +31,7 @@ _EXACT = (
     "fits",
 )
 _SCHEMA = 2
-_SIGNED = Unit(lambda value: format_bytes(value) if value <= 0 else f"+{format_bytes(value)}")
 _FITS = {True: "yes", False: "no", None: "perhaps"}
-_PEAK = Unit(str)
 _CAPACITIES = {
     "asked": "--capacity",
     "seen": "the most that CUDA could give it in this run",
@@ -63,10 +61,10 @@ def build_whatif_document(result: WhatIf) -> Document:
     is_same = all(case.requested_peak_bytes == today.requested_peak_bytes for case in result.cases)
     columns = [
         Column("name", "allocator" if result.edited is None else "program", TEXT, flexible=True),
-        Column("requested", "requested", _PEAK, wide=is_same),
-        Column("allocated", "allocated", _PEAK),
-        Column("reserved", "reserved", _PEAK),
-        Column("change", "change", _SIGNED),
+        Column("requested", "requested", PLAIN, wide=is_same),
+        Column("allocated", "allocated", PLAIN),
+        Column("reserved", "reserved", PLAIN),
+        Column("change", "change", SIGNED_BYTES),
     ]
     if result.capacity_bytes is not None or any(case.fits is not None for case in result.cases):
         columns.append(Column("whether_fits", "fits", TEXT))
@@ -230,7 +228,7 @@ def _table(what: str, parts: Sequence[PartChange], top: int) -> Table:
         Column("name", what, TEXT, flexible=True),
         Column("before_bytes", "today's peak", BYTES),
         Column("after_bytes", "edited peak", BYTES),
-        Column("change", "change", _SIGNED),
+        Column("change", "change", SIGNED_BYTES),
     ]
     changed = [part for part in parts if part.before_bytes != part.after_bytes]
     shown = parts if what == "category" else changed[:top]
