@@ -732,6 +732,10 @@ NORMS = line(2 * MS, called="p.grad.norm().item", waits=40, waiting_ns=MS)
 MOVED_PARTS = line(MS, called="part.to", waits=3, waiting_ns=MS)
 ONE_BY_ONE = equal_steps(FORWARD, *[python(30_000), launch(SUM, 5_000), read] * 40, wait)
 FAR_APART = equal_steps(FORWARD, *[python(30_000), launch(SUM, 5_000, 7), read] * 40, wait)
+A_CLASS = [python(30_000), launch(SUM, 5_000), read, launch(ADD, 5_000, 8), launch(SUM, 5_000, 4), read]
+CLASSES = within("forward/model/dice", *A_CLASS * 12)
+OF_CLASSES = within("backward/model/dice", *[python(20_000), launch(ADD, 5_000, 20), read] * 12)
+CHECKED = line(2 * MS, "forward", "mask.any", waits=12, waiting_ns=MS)
 AVERAGED = equal_steps(FORWARD, *[copy(50_000, 2), wait, python(80_000)] * 40)
 AVERAGES = {"lines": [line(7 * MS, called="weight.to", waits=40, waiting_ns=4 * MS)]}
 LOGITS = line(2 * MS, called="logits.to", waits=1, waiting_ns=2 * MS)
@@ -1062,6 +1066,7 @@ NAMED: dict[str, Case] = {
         equal_steps(within("forward", launch(NVJET, 100_000, 20)), copy(20_000, 2), python(MS)),
         {"lines": [LOGITS]},
     ),
+    "a loss of each class": ("waits", equal_steps(FORWARD, CLASSES, OF_CLASSES, wait), {"lines": [CHECKED]}),
     "numbers that are read far apart": ("waits", FAR_APART, {"lines": [NORMS]}),
     # Without the wait Python would pack while the GPU computes: either change saves as much.
     "Python for which a wait is long": ("python", PACKED, {"lines": [PACK, ITEM]}),
@@ -1524,6 +1529,14 @@ def test_what_reads_many_values_outside_of_the_passes_is_left_out_with_its_pytho
     forward, backward = line(MS, "forward", "model", line=5), line(MS, "backward", "loss.backward", line=9)
     result = ONE_BY_ONE.write(tmp_path, [reads, forward, backward, call])
     assert ("do it every 50 steps" in str(result.to_dict()["advice"])) == is_spared
+
+
+@pytest.mark.parametrize(("turn", "is_one"), [(A_CLASS, True), ([*A_CLASS, launch(NVJET, 5_000)], False)])
+def test_a_loss_in_a_loop_is_computed_for_all_classes_at_once_unless_each_has_a_network(
+    tmp_path: Path, turn: Sequence[Action], *, is_one: bool
+) -> None:
+    result = equal_steps(FORWARD, within("forward/model/dice", *turn * 12), wait).write(tmp_path, lines=[CHECKED])
+    assert ("compute it for all at once" in by_code(result)["waits"].change) == is_one
 
 
 def test_a_kernel_in_16_bits_or_of_whole_numbers_is_no_faster_in_bf16() -> None:

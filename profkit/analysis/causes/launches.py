@@ -38,7 +38,7 @@ from profkit.analysis.step_replay.kernel_edits import COMPILED_PHASES, find_fusa
 from profkit.analysis.step_replay.limits import OUTSIDE, Limit, LimitPart
 from profkit.analysis.step_replay.predict import StepChange
 from profkit.analysis.step_replay.steps import FROM_HOST, ReplayedStep
-from profkit.names import FORWARD, OPTIMIZER, kind_of
+from profkit.names import BACKWARD, FORWARD, LOSS, OPTIMIZER, kind_of
 from profkit.run.lines import LineTime
 from profkit.run.manifest import UsedOptimizer, can_all_be_fused, used_optimizers
 
@@ -71,8 +71,10 @@ _IN_ONE_LAUNCH: By = {"least": 110, "expected": 36, "most": 12}
 """How many parameters one launch takes: 30 to 110, by how many tensors belong to each (MultiTensorApply.cuh)."""
 _SEVERAL_MOVES = 4
 """What is moved to the GPU so often in a step is more than its batch, which has rows of its own."""
-_MANY_READS, _BETWEEN_READS = 8, 6
-"""So many values are read in a loop, if the loop launches no more than this from one to the next."""
+_MANY_READS, _FEWEST_READS, _BETWEEN_READS = 8, 4, 6
+"""So many values are read in loops of at least so many, if a loop launches no more than this from one to the next."""
+_MOST_BETWEEN_READS, _READS_A_TURN = 60, 4
+"""It may launch so much if it launches the same again, of that many reads in turn, and multiplies no matrices."""
 _READ_AT_ONCE: By = {"least": 0.1, "expected": 0.3, "most": 1.0}
 """The GPU's time for the values of a loop that are computed together, as a share of its time for each by itself."""
 _TENSOR_BYTES = 1024
@@ -144,6 +146,8 @@ def _stop_reading_one_by_one(
     evidence: Evidence, line: LineTime, *, of_tensors: bool
 ) -> tuple[str, Sequence[StepChange], str | None]:
     change = "compute the values together (torch.stack, torch._foreach_norm), and read them once"
+    if _find_long_loops(evidence, line):
+        change = "compute it for all at once: torch.where, or products with a mask, for what depends on a value"
     if of_tensors:
         change = "keep on the GPU what the tensors are computed with, and compute there (torch._foreach_…)"
     return change, _read_at_once(evidence, line, of_tensors=of_tensors), None
@@ -248,8 +252,13 @@ def _read_at_once(evidence: Evidence, line: LineTime, *, of_tensors: bool) -> li
     """Return the changes that compute a loop's values with one kernel, and wait for all of them at its last copy."""
     name, share = f"read-at-once:{line.file}:{line.line}", _STAYING if of_tensors else _READ_AT_ONCE
 
+    modules = {one.module for loop in _find_long_loops(evidence, line) for one in loop} - {None}
+
     def find(step: ReplayedStep) -> list[tuple[Operation, ...]]:
-        return _find_reading_loops(evidence, step, line.phase or OUTSIDE)
+        backward = _find_reading_loops(evidence, step, BACKWARD) if modules else []
+        own = _find_reading_loops(evidence, step, line.phase or OUTSIDE)
+        inside = (tuple(one for one in loop if one.module in modules) for loop in backward)
+        return [*own, *(loop for loop in inside if loop)]
 
     def choose(step: ReplayedStep) -> list[list[int]]:
         return [[one.at for one in (loop if of_tensors else loop[:-1])] for loop in find(step)]
@@ -265,12 +274,28 @@ def _read_at_once(evidence: Evidence, line: LineTime, *, of_tensors: bool) -> li
     return [*changes, stop_chosen_waits(name, find_last)] if of_tensors else changes
 
 
+def _find_long_loops(evidence: Evidence, line: LineTime) -> list[tuple[Operation, ...]]:
+    """Return the loops that compute more than what they read, as a loss of each sample and class does."""
+    loops = [] if evidence.step is None else _find_reading_loops(evidence, evidence.step, line.phase or OUTSIDE)
+    return [loop for loop in loops if len(loop) > _BETWEEN_READS * sum(map(_is_copy, loop))]
+
+
 def _find_reading_loops(evidence: Evidence, step: ReplayedStep, phase: str) -> list[tuple[Operation, ...]]:
     operations = [one for one in evidence.operations(step) if one.phase == phase]
     awaited = {one.at for one in evidence.awaited_copies(step)}
     reads = [at for at, one in enumerate(operations) if _is_copy(one) and one.at in awaited]
-    starts = [at for at in range(len(reads)) if not at or reads[at] - reads[at - 1] > _BETWEEN_READS]
-    loops = [reads[start:end] for start, end in pairwise([*starts, len(reads)]) if end - start >= _MANY_READS]
+    before = [[one.category for one in operations[last:at]] for last, at in pairwise([0, *reads])]
+
+    def goes_on(at: int) -> bool:
+        others = [*before[max(1, at - _READS_A_TURN) : at], *before[at + 1 : at + 1 + _READS_A_TURN]]
+        is_turn = before[at] in others and len(before[at]) <= _MOST_BETWEEN_READS and "gemm" not in before[at]
+        # What is neither forward nor backward is for a log, more often than not.
+        return at > 0 and (len(before[at]) <= _BETWEEN_READS or (is_turn and phase in (FORWARD, LOSS, BACKWARD)))
+
+    starts = [at for at in range(len(reads)) if not goes_on(at)]
+    loops = [reads[start:end] for start, end in pairwise([*starts, len(reads)]) if end - start >= _FEWEST_READS]
+    if sum(map(len, loops)) < _MANY_READS:
+        return []
     return [tuple(operations[max(0, loop[0] - (loop[1] - loop[0]) + 1) : loop[-1] + 1]) for loop in loops]
 
 
