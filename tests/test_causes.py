@@ -1531,7 +1531,7 @@ def test_what_reads_many_values_outside_of_the_passes_is_left_out_with_its_pytho
     assert ("do it every 50 steps" in str(result.to_dict()["advice"])) == is_spared
 
 
-@pytest.mark.parametrize(("turn", "is_one"), [(A_CLASS, True), ([*A_CLASS, launch(NVJET, 5_000)], False)])
+@pytest.mark.parametrize(("turn", "is_one"), [(A_CLASS, True), ([*A_CLASS[:-1], launch(NVJET, 5_000), read], False)])
 def test_a_loss_in_a_loop_is_computed_for_all_classes_at_once_unless_each_has_a_network(
     tmp_path: Path, turn: Sequence[Action], *, is_one: bool
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -57,14 +58,22 @@ def _plain(counter: WorkCounter) -> dict[str, Any]:
     return content
 
 
-def _count(run: Callable[[], Any]) -> dict[tuple[str, ...], dict[str, Any]]:
-    """Return the rows by path, and all else as the row of the path ``("",)``."""
-    counter = WorkCounter()
+@contextmanager
+def counting(*given: Any) -> Iterator[WorkCounter]:
+    """Count what runs in the block; nothing fails in that."""
+    counter = WorkCounter(*given)
     counter.start()
     try:
-        run()
+        yield counter
     finally:
         counter.stop()
+    assert counter.failure is None
+
+
+def _count(run: Callable[[], Any]) -> dict[tuple[str, ...], dict[str, Any]]:
+    """Return the rows by path, and all else as the row of the path ``("",)``."""
+    with counting() as counter:
+        run()
     content = _plain(counter)
     return {("",): content, **{tuple(row["path"]): row for row in content["ranges"]}}
 
@@ -309,14 +318,12 @@ def test_a_line_has_the_operators_that_it_calls_by_kind_of_range() -> None:
 
 def test_padding_is_what_no_sample_of_a_batch_reaches() -> None:
     """Seen where a module is called, with masks of any side and type; looking does no work that counts."""
-    counter = WorkCounter()
-    counter.start()
-    for mask in (torch.tensor([[1, 1, 0, 0], [1, 0, 0, 0]]), torch.tensor([[False, False, False, True, True, True]])):
-        counter.model_called({"attention_mask": mask})
-    for other in (None, torch.ones(2, 2), torch.ones(2, 2, 2, dtype=torch.bool)):
-        counter.model_called({"attention_mask": other})
-    counter.model_called({})
-    counter.stop()
+    with counting() as counter:
+        for mask in (torch.tensor([[1, 1, 0, 0], [1, 0, 0, 0]]), torch.tensor([[False] * 3 + [True] * 3])):
+            counter.model_called({"attention_mask": mask})
+        for other in (None, torch.ones(2, 2), torch.ones(2, 2, 2, dtype=torch.bool)):
+            counter.model_called({"attention_mask": other})
+        counter.model_called({})
     content = _plain(counter)
     assert content["padding"] == {"positions": 8 + 6, "in_longest": 4 + 3, "used": 3 + 3}
     assert {"any", "ne", "sum", "stack"}.isdisjoint(line["operator"] for line in content["lines"])
@@ -336,18 +343,11 @@ def test_masks_of_attention_are_causal_or_empty_or_needed() -> None:
         "none": [None],
     }
     query = torch.randn(2, 3, 6, 8, requires_grad=True)
-
-    def attend() -> None:
+    with counting() as counter:
         for name, given_masks in cases.items():
             with annotate(name):
                 for mask in given_masks:
                     functional.scaled_dot_product_attention(query, query, query, mask).sum().backward()
-
-    counter = WorkCounter()
-    counter.start()
-    attend()
-    counter.stop()
-    assert counter.failure is None
     assert counter.content().given_masks == (
         GivenMask("causal", calls=3, causal=3, empty=0),
         GivenMask("empty", calls=2, causal=0, empty=2),
@@ -378,18 +378,15 @@ def test_a_range_that_was_open_before_counting_closes_without_harm() -> None:
 
 def test_a_range_of_another_thread_lies_in_those_of_the_thread_that_counts() -> None:
     """As a backward pass on an autograd thread has it: the mode is taken along, the open ranges are another's."""
-    counter = WorkCounter()
-    counter.start()
 
     def backward() -> None:
         with annotate("layer"):
             counter.__torch_dispatch__(torch.ops.aten.mm.default, (), (torch.ones(2, 2), torch.ones(2, 2)))
 
-    with annotate("backward"):
+    with counting() as counter, annotate("backward"):
         thread = threading.Thread(target=backward)
         thread.start()
         thread.join()
-    counter.stop()
     assert [tuple(row["path"]) for row in _plain(counter)["ranges"]] == [(), ("backward",), ("backward", "layer")]
 
 
@@ -526,12 +523,9 @@ def test_a_ctc_loss_is_that_of_numbers_as_without_counting(*, by_name: bool) -> 
 def test_a_ctc_loss_with_lengths_on_the_host_is_counted_on_a_gpu() -> None:
     scores = torch.randn(20, 3, 5, device="cuda").log_softmax(-1).requires_grad_()
     targets, lengths = torch.ones(3, 6, dtype=torch.long, device="cuda"), (torch.full((3,), 20), torch.full((3,), 6))
-    counter = WorkCounter()
-    counter.start()
-    loss = functional.ctc_loss(scores, targets, *lengths)
-    loss.backward()
-    counter.stop()
-    assert counter.failure is None
+    with counting():
+        loss = functional.ctc_loss(scores, targets, *lengths)
+        loss.backward()
     assert torch.equal(loss, functional.ctc_loss(scores, targets, *lengths))
 
 
@@ -539,12 +533,9 @@ def test_a_ctc_loss_with_lengths_on_the_host_is_counted_on_a_gpu() -> None:
 def test_the_lengths_of_a_ctc_loss_say_what_is_padding(*, as_numbers: bool) -> None:
     scores, targets = torch.randn(20, 2, 5).log_softmax(-1), torch.ones(2, 3, dtype=torch.long)
     lengths = torch.tensor([16, 8]), torch.tensor([3, 2])
-    counter = WorkCounter()
-    counter.start()
-    functional.ctc_loss(scores, targets, *([one.tolist() for one in lengths] if as_numbers else lengths))
-    functional.ctc_loss(scores[:, 0], targets[0], torch.tensor(20), torch.tensor(3))  # of one sample
-    counter.stop()
-    assert counter.failure is None
+    with counting() as counter:
+        functional.ctc_loss(scores, targets, *([one.tolist() for one in lengths] if as_numbers else lengths))
+        functional.ctc_loss(scores[:, 0], targets[0], torch.tensor(20), torch.tensor(3))  # of one sample
     assert counter.content().padding == Padding(positions=40, in_longest=32, used=24)
 
 
@@ -610,21 +601,18 @@ def test_gradients_that_no_optimizer_reads_are_counted_with_what_nobody_needs_be
     model = nn.ModuleDict({name.replace(".", "_"): module for name, module in modules.items()})
     names = {module: name for name, module in modules.items()}
     stepped = [one for module in (blocks[1], *[table] * steps_table) for one in module.parameters()]
-    counter = WorkCounter({0: stepped}, model.parameters())
-    counter.start()
-    x = torch.tensor([[1, 2, 2]])
-    with annotate("forward"):
-        with annotate("tied"):
-            looked_up = tied(x)
-        for name in list(modules)[:-1]:
-            with annotate(name):
-                x = modules[name](x)
-    with annotate("backward"), annotate("table"):
-        (x.sum() + looked_up.sum()).backward()
-    counter.optimizer_stepped(0, [model], names.get, set(map(id, stepped)))
-    counter.stop()
+    with counting({0: stepped}, model.parameters()) as counter:
+        x = torch.tensor([[1, 2, 2]])
+        with annotate("forward"):
+            with annotate("tied"):
+                looked_up = tied(x)
+            for name in list(modules)[:-1]:
+                with annotate(name):
+                    x = modules[name](x)
+        with annotate("backward"), annotate("table"):
+            (x.sum() + looked_up.sum()).backward()
+        counter.optimizer_stepped(0, [model], names.get, set(map(id, stepped)))
     work = counter.content()
-    assert counter.failure is None
     assert work.tables == (DenseTable("table", rows=100, used=3, bytes=100 * 8 * 4),)
     of_blocks = {"early": 0, "first": 0} if steps_table else {"early": 1, "first": 1}
     first_block = UnreadGradients("blocks.*", 2, 72 * 4, instances=2, unread=1, **of_blocks)
@@ -665,12 +653,10 @@ def test_gradients_that_are_thrown_away_before_their_own_optimizers_step_are_cou
 
     step(None)
     every = {id(optimizer): optimizer.param_groups[0]["params"] for optimizer in optimizers.values()}
-    counter = WorkCounter(every, [one for model in models.values() for one in model.parameters()])
-    counter.start()
-    step(counter)
-    counter.stop()
+    with counting(every, [one for model in models.values() for one in model.parameters()]) as counter:
+        step(counter)
     work = counter.content()
-    assert (counter.failure, work.optimizer_steps) == (None, 2)
+    assert work.optimizer_steps == 2
     found = {(one.before, one.model, one.module): one for one in work.unread_gradients}
     is_known = gradients in ("new", "frozen")
     of_maker = {(0, "makes", "makes"), (0, "makes", "layer *"), (0, "judges", "judges"), (0, "judges", "layer *")}
@@ -687,29 +673,26 @@ def test_gradients_that_are_thrown_away_before_their_own_optimizers_step_are_cou
 def test_calls_of_a_module_that_need_no_other_are_found(needs: str, calls: int) -> None:
     module = nn.Linear(4, 4)
     x, kept = torch.randn(10, 4), torch.zeros(10, 4)
-    counter = WorkCounter()
-    counter.start()
-    hidden = x[0]
-    for at in range(calls):
-        with annotate("forward"), annotate("model"), annotate("encoder 0"):
-            hidden = module(hidden if needs == "the last" else x[at].relu())
-            kept[at] = hidden
-        if needs == "backward between":
-            with annotate("backward"):
-                hidden.sum().backward()
-    counter.stop()
+    with counting() as counter:
+        hidden = x[0]
+        for at in range(calls):
+            with annotate("forward"), annotate("model"), annotate("encoder 0"):
+                hidden = module(hidden if needs == "the last" else x[at].relu())
+                kept[at] = hidden
+            if needs == "backward between":
+                with annotate("backward"):
+                    hidden.sum().backward()
     found = counter.content().independent_calls
     assert found == ((IndependentCalls("model", calls),) if needs == "nothing" else ())
 
 
 @pytest.mark.parametrize(("sizes", "found"), [((8, 8), 1), ((8, 6), None), ((8, 8, 6, 6, 6), 2)])
 def test_images_of_several_sizes_are_not_stacked(sizes: tuple[int, ...], found: int | None) -> None:
-    module, counter = nn.Conv2d(3, 4, 2), WorkCounter()
-    counter.start()
-    for size in sizes:
-        with annotate("forward"), annotate("model"), annotate("embedding"):
-            module(torch.randn(2, 3, size, size))
-    counter.stop()
+    module = nn.Conv2d(3, 4, 2)
+    with counting() as counter:
+        for size in sizes:
+            with annotate("forward"), annotate("model"), annotate("embedding"):
+                module(torch.randn(2, 3, size, size))
     calls = () if found is None else (IndependentCalls("model", len(sizes), found),)
     assert counter.content().independent_calls == calls
 
