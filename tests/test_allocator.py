@@ -335,18 +335,6 @@ def test_the_blocks_of_a_moment_are_those_that_the_allocator_had(
     assert blocks_of(lay_out(history, len(allocator.events))) == listed(allocator.snapshot())
 
 
-@pytest.mark.parametrize("name", ["small.pickle", "expandable.pickle", "midrun.pickle"])
-def test_allocated_pending_and_free_are_all_that_is_reserved(name: str) -> None:
-    snapshot = read_snapshot(capture(name))
-    history = replay_history(snapshot.devices[0], snapshot.settings)
-    for moment in (0, history.peak_moment, len(history.device.events) // 2):
-        segments = lay_out(history, moment)
-        blocks = blocks_of(segments)
-        whole = sum(segment.end - segment.begin for segment in segments or ())
-        assert sum(size for _, size, _ in blocks) == whole == history.curves.reserved[moment]
-        assert sum(size for _, size, state in blocks if state == ALLOCATED) == history.curves.allocated[moment]
-
-
 def test_a_history_that_contradicts_its_segments_has_no_layout() -> None:
     allocator = recording()
     allocator.malloc(8 * MIB)

@@ -50,29 +50,6 @@ def test_output_to_a_device_writes_to_it_and_does_not_replace_it(profkit: Run, t
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code", "says"),
-    [
-        (("--range", "forwrad"), 2, "nearest: 'forward'"),
-        (("--range", "forward/elsewhere"), 2, "no range 'forward/elsewhere'; there are 'backward', "),
-        (("--instance", "1"), 2, "one instance needs a range"),
-        (("--range", "forward", "--instance", "9"), 2, "2 instances"),
-        (("--per-instance",), 2, "one line per instance needs a range"),
-        (("--device", "4"), 2, "device 0"),
-        (("--process", "4"), 2, "pid 100"),
-        (("--by", "colour"), 2, "colour"),
-        (("--top", "0"), 2, "0"),
-    ],
-)
-def test_wrong_requests_get_one_line_and_the_usage_code(
-    profkit: Run, trace: Path, arguments: tuple[str, ...], code: int, says: str
-) -> None:
-    done = profkit("kernels", trace, *arguments)
-    assert (done.returncode, done.stdout) == (code, "")
-    assert says in done.stderr
-    assert "Traceback" not in done.stderr
-
-
-@pytest.mark.parametrize(
     ("name", "content"),
     [
         ("missing.sqlite", None),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Callable
-from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from profkit import read_trace
 from profkit.analysis.compare import StepSamples, has_measured_steps, reduce_work, sample_both, sample_steps
 from profkit.analysis.compare.kernel_changes import compare_times
 from profkit.analysis.compare.provenance import Provenance, compare_provenance, find_origin
-from profkit.analysis.statistics import FEWEST, interval_of_means, interval_of_step_times, judge_change, value_exceeded
+from profkit.analysis.statistics import FEWEST, interval_of_means, interval_of_step_times, value_exceeded
 from profkit.analysis.tree import join_path
 from profkit.errors import UsageError
 from profkit.reading import open_capture
@@ -226,24 +225,6 @@ def test_a_shift_moves_the_interval_which_has_no_width_where_samples_do_not_vary
 @pytest.mark.parametrize(("freedom", "quantile"), [(4, 2.776), (9, 2.262), (29, 2.045), (1000, 1.962)])
 def test_students_quantiles_equal_those_in_tables(freedom: int, quantile: float) -> None:
     assert value_exceeded(0.025, freedom) == pytest.approx(quantile, abs=0.0006)
-
-
-@pytest.mark.parametrize(
-    ("change", "low", "high", "verdict"),
-    [
-        (Fraction(0), -1, 1, "unchanged"),
-        (Fraction(0), None, None, "unchanged"),
-        (Fraction(1, 3), None, None, "unknown"),
-        (Fraction(5), -1, 9, "no measurable difference"),
-        (Fraction(5), 0, 9, "no measurable difference"),
-        (Fraction(5), 1, 9, "more"),
-        (Fraction(-5), -9, -1, "less"),
-    ],
-)
-def test_a_change_is_measurable_if_its_interval_does_not_hold_zero(
-    change: Fraction, low: int | None, high: int | None, verdict: str
-) -> None:
-    assert judge_change(change, low, high) == verdict
 
 
 # -- origin --------------------------------------------------------------------------------------------------------

@@ -75,22 +75,6 @@ def test_the_settings_worth_a_try_are_others_than_todays() -> None:
 # -- the result -------------------------------------------------------------------------------------------------
 
 
-def test_expandable_segments_are_predicted_from_a_real_snapshot() -> None:
-    result = read_snapshot(TRACE).whatif(allocators=["expandable_segments:True"], capacity_bytes=4 * GIB)
-    today, other = result.cases
-    assert result.identity.exact
-    assert (today.allocator, today.allocated_peak_bytes, today.reserved_peak_bytes) == ("", 3276553216, 3462397952)
-    assert (other.allocated_peak_bytes, other.reserved_peak_bytes) == (3219962880, 3252682752)
-    assert other.exact
-    assert other.phase == "backward"
-    assert today.fits
-    assert other.fits
-    below = read_snapshot(TRACE).whatif(allocators=["expandable_segments:True"], capacity_bytes=2 * GIB).cases
-    assert [case.fits for case in below] == [False, False]
-    assert all(case.failed_request_bytes for case in below)
-    assert below[1].reserved_peak_bytes == 3252682752, "what it would need"
-
-
 def releasing(at_once: bool) -> ReferenceAllocator:
     """Allocate ever larger blocks one after the other; ``at_once``: the cache is released before each.
 

@@ -30,7 +30,6 @@ from profkit.capture.steps.after import CountedStep  # noqa: E402
 from profkit.capture.work import (  # noqa: E402
     Access,
     Instance,
-    Products,
     Work,
     WorkAccount,
     masks,
@@ -757,13 +756,6 @@ def test_a_result_that_nobody_reads_and_that_is_gone_is_not_needed() -> None:
     assert _bytes(account.by_path(lambda _key: False)) == 100
 
 
-def test_parts_add_up_to_no_more_than_the_buffer() -> None:
-    account = WorkAccount()
-    for part in ("first half", "second half", "whole"):
-        account.move(account.step, [Access("x", part, 100 if part == "whole" else 50, 100)], [])
-    assert _bytes(account.by_path(lambda _key: True)) == 100
-
-
 def test_a_tensor_overwritten_as_a_whole_is_not_read() -> None:
     account = WorkAccount()
     first, second = account.open("first", account.step), account.open("second", account.step)
@@ -771,16 +763,6 @@ def test_a_tensor_overwritten_as_a_whole_is_not_read() -> None:
     account.move(second, [], [_whole("x")])
     work = account.by_path(lambda _key: True)
     assert (_bytes(work, "first"), _bytes(work, "second"), _bytes(work)) == (0, 100, 100)
-
-
-def test_flops_go_to_all_ranges_around_and_instances_stay_apart() -> None:
-    account = WorkAccount()
-    outer = account.open("outer", account.step)
-    for flops in (1, 2):
-        account.add(account.open("inner", outer), Products(flops, "fp32"), other_flops=10)
-    work = account.by_path(lambda _key: False)
-    assert [one.flops for one in work[("outer", "inner")]] == [{"fp32": 1}, {"fp32": 2}]
-    assert work[("outer",)][0] == work[()][0] == Work({"fp32": 3}, 20)
 
 
 ACCESS = st.tuples(st.integers(0, 5), st.integers(0, 3))
