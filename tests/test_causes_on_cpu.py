@@ -225,48 +225,31 @@ def test_of_several_causes_it_is_said_what_they_buy_together(tmp_path: Path) -> 
     assert result.together_ns.expected == 86 * MS
 
 
-@pytest.mark.parametrize(
-    ("lines", "given"),
-    [
-        ([line(10, 1.5)], {}),
-        ([line(10, 15)], {"steps_ms": (80, 90, 100, 120, 130)}),
-        ([line(10, 8, called="opt.step")], {}),
-        ([line(10, 8), line(10, 30, "backward"), line(10, 10, "optimizer")], {}),
-        (
-            [
-                line(7, 30, "forward", "model"),
-                line(8, 8, called="F.cross_entropy"),
-                line(9, 40, "backward", "x.backward"),
-            ],
-            {},
-        ),
-        (
-            [
-                line(7, 30, "forward", "model", function="train"),
-                line(8, 8, function="train", called="prepare", is_caller=True),
-                line(9, 40, "backward", "loss.backward", function="train"),
-                line(40, 8),
-            ],
-            {},
-        ),
-        ([line(10, 8, thread="worker")], {}),
-        ([line(10, 16, error_ns=6 * MS)], {}),
+NO_CAUSE: dict[str, list[LineTime]] = {
+    "short": [line(10, 1.5)],
+    "optimizer": [line(10, 8, called="opt.step")],
+    "calls a trainer": [line(10, 8), line(10, 30, "backward"), line(10, 10, "optimizer")],
+    "the loss": [
+        line(7, 30, "forward", "model"),
+        line(8, 8, called="F.cross_entropy"),
+        line(9, 40, "backward", "x.backward"),
     ],
-    ids=[
-        "short",
-        "uneven steps",
-        "optimizer",
-        "calls a trainer",
-        "the loss",
-        "called for the loss",
-        "a worker",
-        "not in each step",
+    "called for the loss": [
+        line(7, 30, "forward", "model", function="train"),
+        line(8, 8, function="train", called="prepare", is_caller=True),
+        line(9, 40, "backward", "loss.backward", function="train"),
+        line(40, 8),
     ],
-)
-def test_a_line_that_is_short_or_trains_is_no_cause(
-    tmp_path: Path, lines: Sequence[LineTime], given: dict[str, Any]
-) -> None:
-    result = advise(tmp_path, *lines, **given)
+    "a worker": [line(10, 8, thread="worker")],
+    "not in each step": [line(10, 16, error_ns=6 * MS)],
+    "uneven steps": [line(10, 15)],
+}
+
+
+@pytest.mark.parametrize("name", NO_CAUSE)
+def test_a_line_that_is_short_or_trains_is_no_cause(tmp_path: Path, name: str) -> None:
+    given: dict[str, Any] = {"steps_ms": (80, 90, 100, 120, 130)} if name == "uneven steps" else {}
+    result = advise(tmp_path, *NO_CAUSE[name], **given)
     assert not result.tries
     assert result.nothing == f"{NOTHING}20 % outside of phases and 10 % optimizer."
 

@@ -84,20 +84,6 @@ def test_the_output_fits_a_screen(name: str) -> None:
     assert len(lines) <= 50
 
 
-def test_a_timeline_is_written_whole_or_the_old_file_stays(snapshot: Path, tmp_path: Path) -> None:
-    for name in ("t.html", "t.png"):
-        target, link = tmp_path / f"real-{name}", tmp_path / name
-        target.write_bytes(b"old")
-        target.chmod(0o600)
-        link.symlink_to(target)
-        assert run(snapshot, "--timeline", link).exit_code == 0
-        assert link.is_symlink()
-        assert len(target.read_bytes()) > 1000
-        assert target.stat().st_mode & 0o777 == 0o600
-        assert isinstance(run(snapshot, "--timeline", tmp_path / "none" / name).exception, FileNotFoundError)
-    assert not [path for path in tmp_path.iterdir() if path.name.startswith((".", "tmp"))]
-
-
 @pytest.mark.filterwarnings("error")
 def test_a_picture_can_show_any_name(tmp_path: Path) -> None:
     data = Training().snapshot()

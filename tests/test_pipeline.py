@@ -162,14 +162,6 @@ def test_without_the_group_or_a_rank_no_pipeline_is_judged_and_nobody_is_held_ag
     assert read_ranks(run).pipelines == ()
 
 
-def test_a_group_of_the_trace_gets_its_dimension_from_the_light_record(tmp_path: Path) -> None:
-    """torch.profiler calls a mesh of one dimension over all ranks the default group."""
-    lines = simulate(2, 4)
-    run = write_light_run(write_kineto_run(tmp_path / "run", lines), light_records(lines))
-    (row,) = read_ranks(run).groups
-    assert row.group == "dp"
-
-
 def test_the_bus_bandwidth_is_that_of_nccl_tests() -> None:
     factors = [
         bus_factor(kind, 8) for kind in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")

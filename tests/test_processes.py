@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from profkit.analysis.placing.attribution import attribute_work
 from profkit.errors import TraceError
-from profkit.trace.columns import BEFORE_TRACE, Syncs, Trace, array_columns, take_calls
+from profkit.trace.columns import BEFORE_TRACE, Syncs, Trace, take_calls
 from profkit.trace.nsys import read_nsys
 from profkit.trace.parts import combine_traces, only_process
 from tests.kineto_builder import AUTOGRAD, TID, flow, kernel, launch, read, row
@@ -87,14 +87,6 @@ def test_a_trace_of_kernels_and_one_of_operators_are_not_combined(tmp_path: Path
     trace = _kineto(tmp_path, 0, 0, 1)
     with pytest.raises(TraceError, match=r"trace\.json: holds cpu-operators"):
         combine_traces([trace, replace(trace, measure="cpu-operator")], "all")
-
-
-def test_a_single_trace_keeps_its_columns(tmp_path: Path) -> None:
-    trace = _rank(tmp_path, 0, [5, 6])
-    whole = combine_traces([trace], "all")
-    columns = {*array_columns(trace.work), "start_ns", "launch_thread"} - {"sequence", "operator", "name"}
-    for name in sorted(columns):
-        assert getattr(whole.work, name).tolist() == getattr(trace.work, name).tolist(), name
 
 
 NO_STREAM = 0xFFFF_FFFF

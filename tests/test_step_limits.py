@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -140,16 +139,6 @@ def test_a_range_is_limited_by_what_the_replay_says_of_it_as_the_summary_is() ->
     assert name_limits(rows, None) == {row.path: limit_words(row) for row in rows}
     longer = replace(trace.step_limits, calibrated_ns=2 * trace.step_limits.step_ns)
     assert name_limits(rows, longer) == name_limits(rows, None)
-
-
-def test_every_format_says_the_same_of_what_limits_a_range() -> None:
-    trace = read_trace(SMALL)
-    words = name_limits(trace.efficiency().ranges, trace.step_limits)
-    assert words["step */forward/layer */ffn"] == "kernel launches"
-    data = printed("efficiency", SMALL)
-    assert {row["path"]: row["limited_by"] for row in data["ranges"]} == words
-    table = csv.DictReader(run_command("efficiency", SMALL, "--format", "csv").stdout.splitlines())
-    assert {row["path"]: row["limited_by"] for row in table} == {path: said or "" for path, said in words.items()}
 
 
 def test_what_limits_a_range_in_the_table_is_not_named_again_as_what_it_also_waits_for() -> None:

@@ -33,10 +33,8 @@ from profkit.run.edits import (
     read_trials,
     write_trials,
 )
-from profkit.sharing import share
 from tests.efficiency_runs import SMALL
 from tests.golden import check_transcript
-from tests.in_process import run_command
 
 PLAN = TrialPlan(VERSION, "2026-01-01T00:00:00+00:00", 10, 20)
 MS = 1e6
@@ -227,17 +225,3 @@ def test_the_change_of_a_line_adds_or_replaces_keywords_of_its_call(
     assert changed == (
         None if after is None else (line, line.partition(" = ")[0] + " = " + after if " = " in line else after)
     )
-
-
-def test_a_copy_to_share_keeps_what_was_measured_but_no_place_and_no_module(tmp_path: Path) -> None:
-    (tmp_path / "run").mkdir()
-    trials = (*FUSED, process("checkpoint:secret.*", 1, 12.0))
-    write_trials(tmp_path / "run" / "trials.jsonl", (Trials(PLAN, (), trials),))
-    (tmp_path / "run" / "manifest.json").write_text("{}")
-    share(tmp_path / "run", tmp_path / "copy", rename_ranges=True)
-    text = (tmp_path / "copy" / "trials.jsonl").read_text()
-    assert "secret" not in text
-    assert "train.py" not in text
-    shown = run_command("try", "--report", tmp_path / "copy").stdout
-    assert "optimizer:fused" in shown
-    assert "(left out)" in shown
