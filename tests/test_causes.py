@@ -1554,6 +1554,23 @@ def test_a_function_of_the_dataset_whose_lines_take_a_batch_together_is_what_to_
         assert change in by_code(result)["loader"].change if "loader" in by_code(result) else change == "num_workers"
 
 
+@pytest.mark.parametrize(("first_ns", "named"), [(7 * MS, 9), (10 * MS, 40)])
+def test_of_a_call_by_the_dataset_the_line_is_named_in_which_most_of_it_is(
+    tmp_path: Path, first_ns: int, named: int
+) -> None:
+    """Or else that of the call, and not the longest of the lines within it."""
+    program, given = slow_dataset(3 * MS, MS)
+    calls = line(17 * MS, None, "encode", file="/code/data.py", line=9, thread="worker", is_caller=True)
+    own = [
+        line(time_ns, None, file="/code/bpe.py", line=at, thread="worker", caller="/code/data.py:9 main")
+        for at, time_ns in ((40, first_ns), (41, 6 * MS), (42, 17 * MS - 6 * MS - first_ns))
+    ]
+    result = program.write(tmp_path, **{**given, "lines": [*own, calls]})
+    found = by_code(result)["loader"]
+    assert found.line is not None
+    assert found.line.line == named
+
+
 def test_a_generators_gradients_before_the_discriminators_step_need_nothing_of_its_backward(tmp_path: Path) -> None:
     program, given = of_two_models(is_detached=False)
     found = [one for one in program.write(tmp_path, **given).tries if one.code == "unread-gradients"]

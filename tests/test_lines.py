@@ -622,7 +622,10 @@ def test_a_workers_lines_are_those_of_a_mean_batch(tmp_path: Path) -> None:
     slow = [line for line in found.lines if line.function == "_slowly"]
     assert sum(line.time_ns for line in slow) > found.batch_ns / 2
     assert {line.thread for line in found.lines} == {"worker"}
-    assert sum(line.time_ns for line in found.lines) <= found.batch_ns + len(found.lines)
+    assert sum(line.time_ns for line in found.lines if not line.is_caller) <= found.batch_ns + len(found.lines)
+    assert {(line.function, line.called) for line in found.lines if line.is_caller} == {
+        ("_Numbers.__getitem__", "_slowly")
+    }
     assert not list(tmp_path.iterdir())
     del batches
 
@@ -661,29 +664,28 @@ def test_a_worker_in_a_folder_that_is_gone_says_nothing(tmp_path: Path, capfd: p
     assert capfd.readouterr().err == ""
 
 
+GETS = ("data.py", 9, "__getitem__", "get")
+
+
 def test_workers_time_without_a_line_of_the_users_is_no_others() -> None:
     content = {
         "batches": 2,
         "batch_ns": 2000,
         "batch_cpu_ns": 3000,
-        "lines": [
-            (None, 0, "", None, 30, 750),
-            ("data.py", 3, "get", "open", 6, 150),
-            ("data.py", 3, "get", None, 4, 100),
-        ],
-        "inside": [
-            (None, 0, "", "collate.default_collate", 500),
-            (None, 0, "", "fetch.fetch", 250),
-            ("data.py", 3, "get", "Image.open", 125),
-            ("data.py", 3, "get", None, 125),
+        "stacks": [
+            ([(None, 0, "", None)], 30, 750, [("collate.default_collate", 500), ("fetch.fetch", 250)]),
+            ([("data.py", 3, "get", "open"), GETS], 6, 150, [("Image.open", 125), (None, 25)]),
+            ([("data.py", 3, "get", None), GETS], 4, 100, [(None, 100)]),
         ],
     }
     found = _join([content])
     assert (found.batch_ns, found.batch_cpu_ns) == (1000, 1500)
-    nobodys, own = found.lines
+    nobodys, own, caller = found.lines
     assert (nobodys.file, nobodys.time_ns) == (None, 750)
     assert (own.called, own.samples, own.time_ns, own.error_ns) == ("open", 10, 250, 68)
     assert (nobodys.inside, own.inside) == ("collate.default_collate", None)
+    assert (own.caller, caller.line, caller.called, caller.time_ns) == ("data.py:9 __getitem__", 9, "get", 250)
+    assert (own.is_caller, caller.is_caller) == (False, True)
 
 
 def test_a_file_of_lines_is_read_as_it_was_written(tmp_path: Path) -> None:

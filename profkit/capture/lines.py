@@ -15,7 +15,7 @@ import multiprocessing
 import os
 import threading
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from pathlib import Path
@@ -154,6 +154,15 @@ class _Total:
     waits: int = 0
     waiting_ns: int = 0
 
+    def add(self, times: Sequence[int], called: str | None, caller: str | None, samples: int) -> None:
+        """Add what the line took in each step with one stack."""
+        self.callers[caller] += sum(times)
+        self.samples += samples
+        for step, time_ns in enumerate(times):
+            self.times[step] += time_ns
+        if called is not None:
+            self.called[called] += sum(times)
+
 
 def _merge(sampler: StackSampler, waits: Waits, steps: int) -> list[LineTime]:
     totals: defaultdict[_Row, _Total] = defaultdict(lambda: _Total([0] * steps))
@@ -165,17 +174,12 @@ def _merge(sampler: StackSampler, waits: Waits, steps: int) -> list[LineTime]:
     for (key, code), count in waits.inside.items():
         totals[_first_row_of(*key)].waits_inside[name_inside(code)] += count
     for key, times in sampler.times.items():
-        for row, called, caller in _rows_of(*key):
-            total = totals[row]
-            total.callers[caller] += sum(times)
-            total.samples += sampler.samples[key]
-            for step, time_ns in enumerate(times):
-                total.times[step] += time_ns
-            total.waiting_ns += waiting[key]
-            if called is not None:
-                total.called[called] += sum(times)
-    for key, count in waits.counts.items():
-        for row, called, caller in _rows_of(*key):
+        stack, phase, thread = key
+        for row, called, caller in _rows_of(_describe_stack(stack), phase, thread):
+            totals[row].add(times, called, caller, sampler.samples[key])
+            totals[row].waiting_ns += waiting[key]
+    for (stack, phase, thread), count in waits.counts.items():
+        for row, called, caller in _rows_of(_describe_stack(stack), phase, thread):
             totals[row].waits += count
             totals[row].callers[caller] += 0 if totals[row].samples else count
             totals[row].waits_in[called] += count
@@ -184,13 +188,13 @@ def _merge(sampler: StackSampler, waits: Waits, steps: int) -> list[LineTime]:
     return [_line_time(row, total, steps) for row, total in totals.items()]
 
 
-def _rows_of(stack: Stack, phase: str | None, thread: Thread) -> Iterator[tuple[_Row, str | None, str | None]]:
+def _rows_of(stack: Sequence[Line], phase: str | None, thread: Thread) -> Iterator[tuple[_Row, str | None, str | None]]:
     """Yield the row of the line that runs, then those of its callers; one that calls itself counts once.
 
     With each comes what it calls, and the line that called it.
     """
     distinct: dict[tuple[str | None, int], Line] = {}
-    for line in map(describe, stack) if stack else [Line(None, 0, "")]:
+    for line in stack:
         distinct.setdefault((line.file, line.line), line)
     lines = list(distinct.values())
     callers = [f"{line.file}:{line.line} {line.function}" for line in lines[1:]]
@@ -198,8 +202,12 @@ def _rows_of(stack: Stack, phase: str | None, thread: Thread) -> Iterator[tuple[
         yield (line._replace(called=None), phase, thread, at > 0), line.called, caller
 
 
+def _describe_stack(stack: Stack) -> list[Line]:
+    return [*map(describe, stack)] or [Line(None, 0, "")]
+
+
 def _first_row_of(stack: Stack, phase: str | None, thread: Thread) -> _Row:
-    return next(_rows_of(stack, phase, thread))[0]
+    return next(_rows_of(_describe_stack(stack), phase, thread))[0]
 
 
 def _name_most(counts: Counter[str | None]) -> str | None:
@@ -305,39 +313,22 @@ def _join(contents: list[dict[str, Any]]) -> OfWorkers:
     batches = sum(content["batches"] for content in contents)
     if not batches:
         return OfWorkers()
-    samples: Counter[Line] = Counter()
-    times: defaultdict[Line, Counter[str | None]] = defaultdict(Counter)
-    inside: defaultdict[Line, Counter[str | None]] = defaultdict(Counter)
-    for content in contents:
-        for file, line, function, called, count, time_ns in content["lines"]:
-            samples[Line(file, line, function)] += count
-            times[Line(file, line, function)][called] += time_ns
-        for file, line, function, name, time_ns in content["inside"]:
-            inside[Line(file, line, function)][name] += time_ns
+    totals: defaultdict[_Row, _Total] = defaultdict(lambda: _Total([0]))
+    for stack, samples, time_ns, inside in (entry for content in contents for entry in content["stacks"]):
+        for row, called, caller in _rows_of([Line(*line) for line in stack], None, "worker"):
+            totals[row].add([time_ns], called, caller, samples)
+            totals[row].inside.update({} if row[-1] else dict(inside))
     batch_ns = sum(content["batch_ns"] for content in contents) // batches
-    sampled_ns = sum(called.total() for called in times.values())
-    lines = [
-        replace(_of_batch(line, called, samples, sampled_ns, batch_ns), inside=_name_most(inside[line]))
-        for line, called in times.items()
-    ]
+    own = [total for (*_, is_caller), total in totals.items() if not is_caller]
+    sampled_ns, samples = sum(sum(total.times) for total in own), sum(total.samples for total in own)
+    lines = [_of_batch(_line_time(row, total, 1), sampled_ns, samples, batch_ns) for row, total in totals.items()]
     return OfWorkers(batches, batch_ns, sum(content["batch_cpu_ns"] for content in contents) // batches, lines)
 
 
-def _of_batch(
-    line: Line, called: Counter[str | None], samples: Counter[Line], sampled_ns: int, batch_ns: int
-) -> LineTime:
-    share = called.total() / sampled_ns
-    error = (share * (1 - share) / samples.total()) ** 0.5
-    ((longest, _),) = called.most_common(1)
-    return LineTime(
-        **line._replace(called=longest)._asdict(),
-        phase=None,
-        thread="worker",
-        samples=samples[line],
-        time_ns=round(share * batch_ns),
-        error_ns=round(error * batch_ns),
-        waits=0.0,
-    )
+def _of_batch(line: LineTime, sampled_ns: int, samples: int, batch_ns: int) -> LineTime:
+    share = line.time_ns / sampled_ns
+    error = (share * (1 - share) / samples) ** 0.5
+    return replace(line, time_ns=round(share * batch_ns), error_ns=round(error * batch_ns))
 
 
 def _worker_loop(*args: Any, **kwargs: Any) -> None:
@@ -430,19 +421,17 @@ class _Dormant:
         looking.unlink(missing_ok=True)
 
     def _write(self, sampler: StackSampler) -> None:
-        lines = [
-            (*(describe(key[0][0]) if key[0] else Line(None, 0, "")), sampler.samples[key], times[0])
+        inside: defaultdict[Key, Counter[str | None]] = defaultdict(Counter)
+        for (key, code), time_ns in sampler.inside.items():
+            inside[key][name_inside(code)] += time_ns
+        stacks = [
+            (_describe_stack(key[0]), sampler.samples[key], times[0], list(inside[key].items()))
             for key, times in sampler.times.items()
-        ]
-        inside = [
-            (*(describe(key[0][0]) if key[0] else Line(None, 0, ""))[:3], name_inside(code), time_ns)
-            for (key, code), time_ns in sampler.inside.items()
         ]
         content = {
             "batches": self._batches,
             "batch_ns": self._batch_ns,
             "batch_cpu_ns": self._batch_cpu_ns,
-            "lines": lines,
-            "inside": inside,
+            "stacks": stacks,
         }
         write_whole(self._flag.with_name(f"{self._flag.name}-done-{os.getpid()}"), json.dumps(content).encode())

@@ -156,25 +156,25 @@ class CallTree:
     """
 
     def __init__(self, lines: Iterable[LineTime], callers: Iterable[LineTime]) -> None:
-        self._callers = {(line.place, line.phase): line for line in callers if line.thread == "main"}
+        self._callers = {(line.place, line.phase, line.thread): line for line in callers}
         self._under: dict[tuple[object, ...], list[LineTime]] = {}
         for line in (*lines, *self._callers.values()):
             for caller in self.callers_of(line):
-                self._under.setdefault((caller.place, caller.phase), []).append(line)
+                self._under.setdefault((caller.place, caller.phase, caller.thread), []).append(line)
 
     def callers_of(self, line: LineTime) -> Iterator[LineTime]:
         """Yield the line that called this one, then that one's, and so on to the outermost of the same phase."""
         known = {line.place}
-        place = line.caller_place if line.thread == "main" else None
-        while place is not None and place not in known and (place, line.phase) in self._callers:
-            caller = self._callers[place, line.phase]
+        place = line.caller_place
+        while place is not None and place not in known and (place, line.phase, line.thread) in self._callers:
+            caller = self._callers[place, line.phase, line.thread]
             yield caller
             known.add(place)
             place = caller.caller_place
 
     def under(self, caller: LineTime) -> list[LineTime]:
         """Return all lines that ran in what this one called, callers among them."""
-        return self._under.get((caller.place, caller.phase), [])
+        return self._under.get((caller.place, caller.phase, caller.thread), [])
 
     def most_of(self, caller: LineTime, among: Collection[LineTime] | None = None) -> LineTime:
         """Return the innermost line, of these if any are given, with over half of what this one takes, or itself."""

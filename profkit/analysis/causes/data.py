@@ -238,15 +238,22 @@ def _find_library(evidence: Evidence) -> LineTime | None:
 
 
 def _costliest_line(evidence: Evidence) -> LineTime | None:
-    """Return the costliest line of the dataset; the loop that asks for the batch only if nearly all lies in itself."""
+    """Return the costliest line of the dataset; the loop that asks for the batch only if nearly all lies in itself.
+
+    Of a call by the dataset within which no line takes most of it, the line of the call.
+    """
     of_workers = [line for line in evidence.lines if line.thread == "worker"]
     of_main = [line for line in evidence.lines if line.thread == "main" and line.phase == DATA]
     lines = [line for line in (of_workers if evidence.facts.workers else of_main) if line.file]
-    calling = {line.place for line in evidence.facts.callers}
+    calling = {line.place for line in evidence.facts.callers if line.thread == "main"}
     own = [line for line in lines if line.called != "next" and line.place not in calling]
     if sum(line.time_ns for line in own) < _OF_DATASET * sum(line.time_ns for line in lines):
         own = lines
-    return max(own, key=lambda line: line.time_ns, default=None)
+    line = max(own, key=lambda line: line.time_ns, default=None)
+    if line is None or line.thread != "worker":
+        return line
+    *_, outermost = line, *evidence.call_tree.callers_of(line)
+    return evidence.call_tree.most_of(outermost)
 
 
 def _time_function(evidence: Evidence, line: LineTime) -> tuple[int, str]:
@@ -257,7 +264,7 @@ def _time_function(evidence: Evidence, line: LineTime) -> tuple[int, str]:
     function = line.outer_function
     own = [one for one in evidence.lines if one.thread == line.thread and one.file == line.file]
     time_ns = sum(one.time_ns for one in own if one.outer_function == function)
-    if time_ns == line.time_ns or function.rpartition(".")[2] in _MAKING_SAMPLES:
+    if line.is_caller or time_ns == line.time_ns or function.rpartition(".")[2] in _MAKING_SAMPLES:
         return line.time_ns, line.called or "it"
     return time_ns, f"what {function} does"
 
