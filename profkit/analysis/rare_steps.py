@@ -227,7 +227,10 @@ def leave_out_rare_steps(found: RunLines) -> RunLines:
     for phase, own in by_phase.items():
         taken |= _share_added(own, added.get(phase, 0.0), spread, alone)
     # A line that had called others has what these have, and the others of its phase are no part of it.
-    of_callers = [min(_most_added(line, spread), added.get(line.phase, 0.0)) for line in found.callers]
+    of_callers = [
+        0.0 if line.thread == "worker" else min(_most_added(line, spread), added.get(line.phase, 0.0))
+        for line in found.callers
+    ]
     lines = [_take(line, taken.get(line.identity, 0.0), spread) for line in found.lines]
     callers = [_take(line, rare_ns, spread) for line, rare_ns in zip(found.callers, of_callers, strict=True)]
     return replace(found, lines=_drop_none(lines), callers=_drop_none(callers))
