@@ -12,6 +12,7 @@ from profkit.report.commands.efficiency import build_efficiency_document
 from profkit.report.document import Lines
 from tests.conftest import ROOT
 from tests.nsys_builder import NsysBuilder
+from tests.run_builder import start_run
 
 SMALL = ROOT / "traces" / "small-train.nsys2025.sqlite"
 MOVER = "void at::native::vectorized_elementwise_kernel<4, MulFunctor>(int)"
@@ -37,9 +38,9 @@ def make_ceilings(gpu: str = "NVIDIA H200", *, bytes_per_s: float = 5e11, **flop
 
 def write_run(folder: Path, builder: NsysBuilder, **manifest: Any) -> Path:
     """Write a run's trace and a manifest that holds these beside its status."""
-    builder.write(folder / "trace.sqlite")
-    (folder / "manifest.json").write_text(json.dumps({"status": "complete", "device": "cuda", **manifest}))
-    return folder
+    run = start_run(folder, **{"device": "cuda", **manifest})
+    builder.write(run / "trace.sqlite")
+    return run
 
 
 def change_manifest(run: Path, **changes: Any) -> None:
@@ -49,14 +50,8 @@ def change_manifest(run: Path, **changes: Any) -> None:
 
 def make_small_run(folder: Path, *, ceilings: bool = True) -> Path:
     """Make the run directory that ``profkit run --nsys model.small`` would have left around the trace in ``traces``."""
-    manifest = {
-        "status": "complete",
-        "gpu": "NVIDIA H200",
-        "device": "cuda",
-        "workload": {"dtype": "fp32"},
-        "float32_matmul_precision": "highest",
-    }
-    (folder / "manifest.json").write_text(json.dumps(manifest))
+    facts = {"workload": {"dtype": "fp32"}, "float32_matmul_precision": "highest"}
+    start_run(folder, gpu="NVIDIA H200", device="cuda", **facts)
     shutil.copyfile(ROOT / "tests" / "small_work.json", folder / "work.json")
     if ceilings:
         (folder / "ceilings.json").write_text(json.dumps(make_ceilings(bytes_per_s=4e12, fp32=50e12, bf16=700e12)))
@@ -130,7 +125,6 @@ def make_timed_run(
     steps = [{"forward_ns": clean_ns // 4, "step_ns": clean_ns}] * 3
     profiled = [{"forward_ns": 400, "step_ns": 1_000}] * 2
     manifest = {
-        "status": "complete",
         "gpu": "NVIDIA H200",
         "device": "cuda",
         "workload": {"dtype": "bf16"},
@@ -138,7 +132,7 @@ def make_timed_run(
         "clean": {"steps": steps},
         "profiled": {"steps": profiled},
     }
-    (folder / "manifest.json").write_text(json.dumps(manifest))
+    start_run(folder, **manifest)
     if work:
         (folder / "work.json").write_text(json.dumps(two_steps_work()))
     if ceilings:

@@ -13,9 +13,10 @@ from typing import Any
 from profkit.analysis.memory.device import Composition
 from profkit.analysis.memory.opened_snapshot import MemoryResult, OpenedSnapshot
 from profkit.reading import open_snapshot
-from profkit.run.directory import MANIFEST, OWNERS, SNAPSHOT
+from profkit.run.directory import OWNERS, SNAPSHOT
 from profkit.snapshot.reader import build_snapshot
 from tests.allocator_reference import MIB, Block, ReferenceAllocator
+from tests.run_builder import start_run
 
 STACKS = {
     "model": [
@@ -140,8 +141,7 @@ class Training:
         return path
 
     def write_run(self, folder: Path) -> Path:
-        self.write(folder)
-        (folder / MANIFEST).write_text(json.dumps({"status": "complete"}))
+        self.write(start_run(folder))
         lines = [*self.ledger, self.figures()]
         (folder / OWNERS).write_text("".join(json.dumps(line) + "\n" for line in lines))
         return folder

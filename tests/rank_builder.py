@@ -29,6 +29,7 @@ from profkit.run.light_columns import Phases, read_light_columns
 from profkit.run.light_record import Collectives, Group, LightRecord, StepRecord, write_light_record
 from tests.kineto_builder import kernel, launch, row, written
 from tests.nsys_builder import NsysBuilder
+from tests.run_builder import start_run
 
 MS = 1_000_000
 GEMM = "sm80_xmma_gemm_f32f32_f32f32_f32_nt_n_tilesize64x64x8_stage3_ffma_execute_kernel__5x_cublas"
@@ -164,11 +165,6 @@ def write_two_hosts(folder: Path, steps: int, events_of: Callable[[int, int], li
         facts = {"distributedInfo": {"rank": rank, "world_size": 2}, "baseTimeNanoseconds": 10**18}
         written(folder, events, name_of_rank(KINETO_TRACE, rank), **facts)
     return folder
-
-
-def start_run(folder: Path) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "manifest.json").write_text(json.dumps({"status": "complete"}))
 
 
 def _kineto_facts(world_size: int, number: int) -> dict[str, object]:

@@ -22,6 +22,7 @@ from profkit.run.lines import LineSteps, LineTime, split_lines, write_lines
 from tests.in_process import check_command, run_command
 from tests.kineto_builder import row, written
 from tests.rank_builder import write_two_hosts
+from tests.run_builder import start_run
 
 MS = 1_000_000
 NODE = "autograd::engine::evaluate_function: "
@@ -78,8 +79,7 @@ def advise(
     of_phases = {f"{phase}_ns": round(time_ms * MS) for phase, time_ms in phases.items()}
     steps = tuple({**of_phases, "step_ns": round(time_ms * MS)} for time_ms in steps_ms)
     all_conditions = {"cpu_count": 4, "cpu_threads": 1, **(conditions or {})}
-    manifest = {"status": "complete", "device": "cpu", "attached": {"steps": steps}, "conditions": all_conditions}
-    (folder / "manifest.json").write_text(json.dumps(manifest | facts))
+    start_run(folder, **{"device": "cpu", "attached": {"steps": steps}, "conditions": all_conditions, **facts})
     write_lines(folder / "lines.jsonl", split_lines(LineSteps(steps, **(loader or {})), lines))
     if dtype is not None:
         work = {"version": 1, "dtype": dtype, "model_flops": 10, "missing": [], "ranges": []}
@@ -140,10 +140,8 @@ def _write_two_ranks(folder: Path) -> Path:
         lines = split_lines(LineSteps(looked), [line(9, 50, "backward", "loss.backward", samples=99)])
         write_lines(folder / name_of_rank(LINES, rank), lines)
     first: dict[str, Any] = processes[0]
-    manifest = {"status": "complete", "device": "cpu", "processes": processes}
     times = {part: {"steps": first[part]} for part in ("attached", "profiled")}
-    (folder / "manifest.json").write_text(json.dumps(manifest | times))
-    return folder
+    return start_run(folder, device="cpu", processes=processes, **times)
 
 
 def test_each_rank_is_shown_with_the_steps_that_it_timed(tmp_path: Path) -> None:

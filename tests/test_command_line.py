@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from profkit.cli import main, outputs
 from profkit.cli.options import parse_bytes, parse_milliseconds, parse_percent, parse_share
 from tests.conftest import ROOT, call_main
+from tests.run_builder import start_run
 
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
 
@@ -116,8 +117,7 @@ def test_a_result_never_replaces_what_is_read(profkit: Run, trace: Path, tmp_pat
 
 
 def test_a_result_never_replaces_a_file_of_the_run(profkit: Run, trace: Path, tmp_path: Path) -> None:
-    (tmp_path / "manifest.json").write_text('{"status": "complete"}')
-    (tmp_path / "log.txt").touch()
+    (start_run(tmp_path) / "log.txt").touch()
     _copy(trace, tmp_path, "trace.sqlite")
     before = sorted((path, path.read_bytes()) for path in tmp_path.iterdir())
     for capture in (tmp_path, tmp_path / "trace.sqlite"):

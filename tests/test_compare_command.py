@@ -22,6 +22,7 @@ from tests.conftest import ROOT
 from tests.golden import check_transcript
 from tests.in_process import check_command, run_command
 from tests.memory_captures import Training
+from tests.run_builder import start_run
 from tests.step_builder import NVJET, SGEMM, Step, write_steps
 from tests.test_compare_samples import make_run
 from tests.test_kernel_changes import EAGER, varied
@@ -101,11 +102,9 @@ def test_each_pair_of_runs_is_compared_as_it_was(tmp_path: Path) -> None:
     Training().write(small, SNAPSHOT)
     Training(scale=2).write(large, SNAPSHOT)
     # A step grows by the wait for data, which one run alone timed, and no other phase does.
-    untimed, timed = tmp_path / "untimed", tmp_path / "timed"
-    for run, phases in ((untimed, {}), (timed, {"data_ns": 5_000})):
-        steps = [{"forward_ns": 1_000, "step_ns": 2_000 + sum(phases.values()), **phases}] * 3
-        run.mkdir()
-        (run / "manifest.json").write_text(json.dumps({"status": "complete", "attached": {"steps": steps}}))
+    step = {"forward_ns": 1_000, "step_ns": 2_000}
+    untimed = start_run(tmp_path / "untimed", attached={"steps": [step] * 3})
+    timed = start_run(tmp_path / "timed", attached={"steps": [{**step, "step_ns": 7_000, "data_ns": 5_000}] * 3})
     calls: list[tuple[str | Path, ...]] = [
         (little, more, "--force", "--by", "category", "--top", "1"),
         *((named, renamed), (small, without), (small, large), (untimed, timed, "--force")),
@@ -116,9 +115,8 @@ def test_each_pair_of_runs_is_compared_as_it_was(tmp_path: Path) -> None:
 def test_rare_steps_that_no_figure_has_are_said(tmp_path: Path) -> None:
     """One run writes a checkpoint for 40 ms in every tenth step, none of which was timed; its steps are as before."""
     for name, longer_ns in (("before", 0), ("after", 40_000_000)):
-        run, usual = tmp_path / name, {"step_ns": 5_000_000}
-        run.mkdir()
-        (run / "manifest.json").write_text(json.dumps({"status": "complete", "attached": {"steps": [usual] * 5}}))
+        usual = {"step_ns": 5_000_000}
+        run = start_run(tmp_path / name, attached={"steps": [usual] * 5})
         looked = LineSteps(([usual] * 5 + [{"step_ns": 5_000_000 + longer_ns}] + [usual] * 4) * 2)
         write_lines(run / "lines.jsonl", RunLines(looked, ()))
     printed = run_command("compare", tmp_path / "before", tmp_path / "after")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,12 +21,13 @@ from profkit.analysis.statistics import FEWEST, interval_of_means, interval_of_s
 from profkit.analysis.tree import join_path
 from profkit.errors import UsageError
 from profkit.reading import open_capture
-from profkit.run.directory import MANIFEST, NSYS_EXPORT, SNAPSHOT
+from profkit.run.directory import NSYS_EXPORT, SNAPSHOT
 from tests.conftest import ROOT
 from tests.golden import check_text
 from tests.kineto_builder import kernel, launch, row, written
 from tests.memory_captures import Training
 from tests.nsys_builder import NsysBuilder
+from tests.run_builder import start_run
 from tests.step_builder import ADD, SGEMM, Step, add_steps, write_steps
 
 pytestmark = pytest.mark.usefixtures("read_once")
@@ -261,8 +261,7 @@ def make_run(folder: Path, changes: dict[str, Any] | None = None, *, trace: bool
         part[last] = value
         if value is None:
             del part[last]
-    folder.mkdir()
-    (folder / MANIFEST).write_text(json.dumps(manifest))
+    start_run(folder, **manifest)
     if trace:
         write_steps(folder / NSYS_EXPORT, [SMALL_STEP, SMALL_STEP])
     return folder

@@ -27,8 +27,9 @@ from profkit.run.compiled_code import (
     append_records,
     read_compiled_code,
 )
-from profkit.run.manifest import Manifest, read_manifest, write_manifest
+from profkit.run.manifest import read_manifest
 from tests.in_process import check_command, run_command
+from tests.run_builder import start_run
 from tests.training_scripts import training
 
 LAUNCH = Launch(123, "triton_poi_fused_gelu_3", False, ("h.0.mlp",), ("model.py:87 forward",), ("aten.gelu",), 7)
@@ -105,11 +106,9 @@ def test_the_range_around_a_replay_leads_to_the_graph_that_was_captured() -> Non
 
 @pytest.mark.parametrize("command", ["summary", "report"])
 def test_a_command_reads_the_file_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str) -> None:
-    folder = tmp_path / "run"
-    folder.mkdir()
+    folder = start_run(tmp_path / "run")
     trace = Path(__file__).parent.parent / "traces" / "tiny-train-cpu.kineto.json.gz"
     (folder / "trace.json.gz").write_bytes(trace.read_bytes())
-    write_manifest(folder / "manifest.json", Manifest(status="complete"))
     append_records(folder / "compiled.jsonl", [GRAPH])
     read: list[Path] = []
 

@@ -15,6 +15,7 @@ import pytest
 from profkit.reading import open_trace
 from tests.kineto_builder import kernel, launch, row, written
 from tests.nsys_builder import NsysBuilder, process_of
+from tests.run_builder import start_run
 
 TRACES = Path(__file__).parent.parent / "traces"
 NSYS, KINETO = TRACES / "small-train.nsys2025.sqlite", TRACES / "small-train.kineto.json.gz"
@@ -106,10 +107,7 @@ def test_arrows_join_a_call_with_every_kernel_that_it_launched(read: Read) -> No
 
 
 def test_no_path_environment_or_command_line_is_exported(profkit: Run, tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    folder.mkdir()
-    manifest = {"schema": 1, "status": "complete", "command": ["python", "/home/somebody/train.py"], "argv": []}
-    (folder / "manifest.json").write_text(json.dumps(manifest))
+    folder = start_run(tmp_path / "run", command=["python", "/home/somebody/train.py"], argv=[])
     (folder / "trace.sqlite").write_bytes(NSYS.read_bytes())
     content = gzip.decompress(exported(profkit, folder, tmp_path).read_bytes())
     for private in (b"somebody", b"train.py", str(tmp_path).encode(), b"/home", b"PATH="):
@@ -125,9 +123,7 @@ def test_two_exports_are_equal_to_the_byte(profkit: Run, tmp_path: Path) -> None
 
 def two_ranks(folder: Path, *bases: int) -> Path:
     """Return the run of two ranks whose traces count from different moments, with the same ids of calls."""
-    folder.mkdir()
-    manifest = {"schema": 1, "status": "complete", "command": [], "argv": [], "world_size": 2}
-    (folder / "manifest.json").write_text(json.dumps(manifest))
+    start_run(folder, command=[], argv=[], world_size=2)
     for rank, base in enumerate(bases):
         pid = 100 + rank
         events = [

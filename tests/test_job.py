@@ -21,6 +21,7 @@ from profkit.run.directory import choose_run, make_run_directory, runs_of_job
 from profkit.run.job import Job, find_job, local_rank_number, node_number, rank_number, rank_of_command
 from tests.in_process import check_command, manifest_of, run_command
 from tests.launched import run_threads, started
+from tests.run_builder import start_run
 from tests.training_scripts import training_of_ranks
 
 if TYPE_CHECKING:
@@ -131,9 +132,7 @@ def test_ranks_of_a_machine_are_numbered_by_their_own_mpi() -> None:
 
 
 def _make(shared: Path, job: Job) -> Path:
-    made = make_run_directory(shared, "train", job)
-    (made / "manifest.json").write_text("{}")
-    return made
+    return start_run(make_run_directory(shared, "train", job))
 
 
 def test_machines_with_one_directory_get_one_each_within_it(tmp_path: Path) -> None:
@@ -174,9 +173,8 @@ def test_without_a_name_the_job_is_the_name(tmp_path: Path, monkeypatch: pytest.
 def test_one_run_of_a_job_is_chosen_by_a_rank(tmp_path: Path) -> None:
     shared = tmp_path / "shared"
     for number in (0, 1):
-        made = _make(shared, Job("j7", 2, number))
         processes = [{"rank": 2 * number + local} for local in (0, 1)]
-        (made / "manifest.json").write_text(json.dumps({"processes": processes}))
+        start_run(_make(shared, Job("j7", 2, number)), processes=processes)
     assert choose_run(shared, 3) == shared / "node1"
     with pytest.raises(UsageError, match="no rank 4: none of the 2 runs"):
         choose_run(shared, 4)
@@ -309,10 +307,7 @@ def test_runs_from_several_disks_are_put_in_the_order_of_their_ranks(two_machine
 
 
 def _one_run(path: Path, ranks: list[int], job: str) -> Path:
-    path.mkdir()
-    processes = [{"rank": rank} for rank in ranks]
-    (path / "manifest.json").write_text(json.dumps({"processes": processes, "job": {"id": job}}))
-    return path
+    return start_run(path, processes=[{"rank": rank} for rank in ranks], job={"id": job})
 
 
 def test_runs_that_are_not_of_one_job_are_not_gathered(tmp_path: Path) -> None:

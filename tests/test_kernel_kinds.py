@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 import sqlite3
@@ -38,6 +37,7 @@ from tests.conftest import ROOT
 from tests.golden import check_transcript
 from tests.in_process import check_command
 from tests.nsys_builder import NsysBuilder
+from tests.run_builder import start_run
 from tests.test_compiled_ranges import ATTENTION, MLP, place, whole_run
 
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
@@ -57,9 +57,7 @@ FORWARD = CompiledGraph(
 
 @pytest.fixture
 def run_directory(tmp_path: Path) -> Path:
-    folder = tmp_path / "run"
-    folder.mkdir()
-    (folder / "manifest.json").write_text(json.dumps({"status": "complete"}))
+    folder = start_run(tmp_path / "run")
     whole_run(folder)
     append_records(folder / "compiled.jsonl", [FORWARD])
     return folder
@@ -78,9 +76,7 @@ def cpu_run(folder: Path) -> Path:
         kineto.row(annotation, place(12, "model", "h.0", shared=(ATTENTION, MLP)), 40, 10),
         kineto.row(annotation, place(13, "model", "h.0", MLP), 55, 10),
     ]
-    folder.mkdir()
-    (folder / "manifest.json").write_text(json.dumps({"status": "complete"}))
-    append_records(folder / "compiled.jsonl", [FORWARD])
+    append_records(start_run(folder) / "compiled.jsonl", [FORWARD])
     kineto.written(folder, events, "trace.json.gz")
     return folder
 
@@ -88,13 +84,11 @@ def cpu_run(folder: Path) -> Path:
 def compiled_run(folder: Path, torch: str, backend: str) -> Path:
     """Write a run of a compiled model without the ranges of its launches."""
     compiled = {"graphs": 2, "backends": [{"backend": backend, "options": {}}]}
-    manifest = {"status": "complete", "versions": {"torch": torch}, "conditions": {"compiled": compiled}}
-    folder.mkdir()
-    (folder / "manifest.json").write_text(json.dumps(manifest))
     builder = NsysBuilder(("forward", 0, 100))
     builder.kernel(10, 5)
-    builder.write(folder / "trace.sqlite")
-    return folder
+    run = start_run(folder, versions={"torch": torch}, conditions={"compiled": compiled})
+    builder.write(run / "trace.sqlite")
+    return run
 
 
 def test_each_way_of_asking_for_compiled_kernels_prints_what_it_did(run_directory: Path, tmp_path: Path) -> None:
@@ -112,7 +106,7 @@ def test_each_way_of_asking_for_compiled_kernels_prints_what_it_did(run_director
     process = {"process": "python", "compiled_failure": "1 of 4 compiled graphs came from Inductor's cache"}
     whole, noted = (Path(shutil.copytree(run_directory, tmp_path / name)) for name in ("whole", "noted"))
     shutil.copy(known[1] / "manifest.json", whole)
-    (noted / "manifest.json").write_text(json.dumps({"status": "complete", "processes": [process]}))
+    start_run(noted, processes=[process])
     calls: list[tuple[str | Path, ...]] = [
         *(("kernels", one, "--by", by, "--format", "csv") for one in (path, on_cpu) for by in ("kernel", "module")),
         ("kernels", run_directory, "--range", "forward", "--explain", "--full-names", "--totals"),

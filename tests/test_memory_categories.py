@@ -16,10 +16,11 @@ from profkit.analysis.memory.stacks import StackFacts
 from profkit.errors import SnapshotError
 from profkit.report.commands.memory import build_memory_document
 from profkit.report.document import render
-from profkit.run.directory import MANIFEST, OWNERS, SNAPSHOT
+from profkit.run.directory import OWNERS, SNAPSHOT
 from tests.allocator_reference import MIB, Block
 from tests.captures import capture
 from tests.memory_captures import Training, assert_books_close, sizes
+from tests.run_builder import start_run
 
 
 def test_real_training_runs_have_the_expected_categories() -> None:
@@ -150,7 +151,7 @@ def test_a_stack_proves_a_category_only_where_its_lines_allocate_nothing_else(
 def test_unknown_purposes_are_a_warning_only_where_a_run_could_still_record_them(tmp_path: Path) -> None:
     alone = read_snapshot(capture("oom.pickle")).memory()
     assert "unattributed" in [one.code for one in alone.warnings]
-    (tmp_path / MANIFEST).write_text(json.dumps({"status": "failed"}))
+    start_run(tmp_path, status="failed")
     (tmp_path / OWNERS).write_text(json.dumps({"kind": "header", "version": 1}) + "\n")
     (tmp_path / SNAPSHOT).write_bytes(capture("oom.pickle").read_bytes())
     recorded = read_snapshot(tmp_path).memory()

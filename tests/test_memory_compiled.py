@@ -295,8 +295,6 @@ def test_code_that_the_run_knows_nothing_of_stays_with_the_module_that_was_compi
 
 
 def test_two_peaks_are_compared_by_the_modules_that_hold_the_memory(run: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "before"
-    folder.mkdir()
-    parts = read_snapshot(Training(steps=0).write_run(folder)).against(read_snapshot(run)).parts
+    parts = read_snapshot(Training(steps=0).write_run(tmp_path / "before")).against(read_snapshot(run)).parts
     compiled = max(parts, key=lambda part: part.bytes)
     assert (compiled.label, compiled.owner_count, compiled.bytes) == ("h.1.norm", 3, sum(SIZES))

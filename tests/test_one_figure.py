@@ -30,6 +30,7 @@ from profkit.report.page.step import build_dots
 from profkit.run.manifest import Manifest
 from tests.captures import CAPTURES
 from tests.in_process import printed, run_command
+from tests.run_builder import start_run
 from tests.test_compiled_ranges import whole_run
 from tests.test_time_account import count_idle_slowly
 
@@ -232,12 +233,10 @@ def test_steps_and_idle_time_are_one_figure_everywhere_and_equal_a_slow_account(
     _check_steps_and_idle_time(path)
     recorded_ns = round(opened.account.recorded_step_ns() or 0)
     for number, factor in enumerate((0.9, 2.5) if path.name.startswith(TIMED) else ()):
-        run = tmp_path / f"{number}"
-        run.mkdir()
-        (run / ("trace.sqlite" if path.suffix == ".sqlite" else "trace.json.gz")).symlink_to(path)
         step_ns, wait_ns = round(recorded_ns * factor), recorded_ns // 100
         times = {"steps": [{"step_ns": step_ns + wait, "data_ns": wait} for wait in (0, wait_ns, 2 * wait_ns)]}
-        (run / "manifest.json").write_text(json.dumps({"status": "complete", "device": "cuda", "attached": times}))
+        run = start_run(tmp_path / f"{number}", device="cuda", attached=times)
+        (run / ("trace.sqlite" if path.suffix == ".sqlite" else "trace.json.gz")).symlink_to(path)
         timed = read_trace(run)
         idle = timed.account.idle_time()
         assert count_idle_slowly(timed)[2:] == (idle.span_ns, idle.idle_ns)

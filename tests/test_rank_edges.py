@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Sequence
 from dataclasses import replace
@@ -35,13 +34,13 @@ from tests.rank_builder import (
     of_gloo,
     said,
     simulate,
-    start_run,
     with_groups,
     write_kineto_run,
     write_light_run,
     write_nsys,
     write_two_hosts,
 )
+from tests.run_builder import start_run
 from tests.training_scripts import training_of_ranks
 
 if TYPE_CHECKING:
@@ -109,13 +108,12 @@ def test_what_is_said_of_ranks(tmp_path: Path) -> None:
     for node in (0, 1):
         run = write_light_run(jobs / f"node{node}", light_records(lines)[2 * node :][:2])
         job = {"id": f"job {node}", "count": 2, "number": node, "unit": "node"}
-        (run / "manifest.json").write_text(json.dumps({"status": "complete", "job": job}))
+        start_run(run, job=job)
         full(f"twice/{'ab'[node]}", simulate(2, 2))
         start_run(tmp_path / "empty" / f"node{node}")
         start_run(tmp_path / "half" / f"node{node}")
     light("half/node1", light_records(simulate(2, 2))[1:])
-    start_run(tmp_path / "no-trace")
-    (tmp_path / "no-trace" / "trace.sqlite").write_bytes(b"")
+    (start_run(tmp_path / "no-trace") / "trace.sqlite").write_bytes(b"")
     (tmp_path / "no-run").mkdir()
 
     ranks: list[tuple[str | Path, ...]] = [

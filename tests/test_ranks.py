@@ -26,6 +26,7 @@ from tests.golden import check_transcript
 from tests.kineto_builder import row, written
 from tests.nsys_builder import NsysBuilder
 from tests.rank_builder import GEMM, MS, NCCL, Delay, said, simulate, write_kineto_run, write_nsys
+from tests.run_builder import start_run
 from tests.second_method import Rank
 from tests.training_scripts import training_of_ranks
 
@@ -114,17 +115,14 @@ def test_processes_without_nccl_on_one_gpu_number_share_a_gpu(tmp_path: Path) ->
 
 
 def test_the_manifest_proves_the_ranks_of_a_run(profkit: Run, two: Path, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    run.mkdir()
-    shutil.copy(two, run / "trace.sqlite")
     processes = [{"process": f"rank{rank}", "rank": rank, "pid": pid} for rank, pid in ((8, 200), (9, 201))]
-    (run / "manifest.json").write_text(json.dumps({"status": "complete", "processes": processes}))
+    run = start_run(tmp_path / "run", processes=processes)
+    shutil.copy(two, run / "trace.sqlite")
     opened = read_trace(run)
     assert (opened.ranks.evidence, opened.ranks.numbers) == (PROVED, (8, 9))
     assert "ranks are" not in profkit("kernels", run, "--rank", "9").stdout
     # A process that the manifest does not name is none of the ranks.
-    (run / "manifest.json").write_text(json.dumps({"status": "complete", "processes": processes[:1]}))
-    assert read_trace(run).ranks.numbers == (8,)
+    assert read_trace(start_run(run, processes=processes[:1])).ranks.numbers == (8,)
 
 
 def test_equal_pids_of_two_machines_prove_no_rank(two: Path) -> None:
@@ -147,8 +145,7 @@ def test_a_run_with_one_trace_per_rank_is_read_as_one(profkit: Run, tmp_path: Pa
     _kineto(tmp_path / "trace.json.gz", 0, 10)
     _kineto(tmp_path / "trace.rank2.json.gz", 2, 30)
     _kineto(tmp_path / "trace.rank10.json.gz", None, 20)
-    (tmp_path / "manifest.json").write_text('{"status": "complete"}')
-    opened = read_trace(tmp_path)
+    opened = read_trace(start_run(tmp_path))
     assert (opened.ranks.evidence, opened.ranks.numbers) == (NAMED, (0, 2, 10))
     result = opened.kernels("forward")
     assert (result.instances, result.total_ns) == (3, 75_000)

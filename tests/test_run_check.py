@@ -20,6 +20,7 @@ from profkit.run import decode
 from profkit.run.manifest import Manifest
 from tests.golden import check_text
 from tests.nsys_builder import NsysBuilder
+from tests.run_builder import start_run
 
 TRACES = Path(__file__).parent.parent / "traces"
 
@@ -34,11 +35,8 @@ def _manifest(preset: str = "small", **workload: Any) -> dict[str, Any]:
 
 
 def _run(place: Path, trace: Path, manifest: dict[str, Any]) -> Path:
-    run = place / "run"
-    run.mkdir()
-    name = "trace.json.gz" if trace.name.endswith(".gz") else "trace.sqlite"
-    shutil.copyfile(trace, run / name)
-    (run / "manifest.json").write_text(json.dumps(manifest))
+    run = start_run(place / "run", **manifest)
+    shutil.copyfile(trace, run / ("trace.json.gz" if trace.name.endswith(".gz") else "trace.sqlite"))
     return run
 
 
@@ -102,7 +100,6 @@ CASES: dict[str, tuple[str | tuple[str, ...], dict[str, Any], Callable[[Path], N
 def test_what_is_found_in_runs(tmp_path: Path) -> None:
     said = ""
     for number, (name, (trace, manifest, change)) in enumerate(CASES.items()):
-        (tmp_path / f"{number}").mkdir()
         made = TRACES / trace if isinstance(trace, str) else _model_of_no_layer(tmp_path / f"{number}.sqlite", *trace)
         run = _run(tmp_path / f"{number}", made, manifest)
         if change is not None:
@@ -141,8 +138,8 @@ def test_each_rank_must_hold_every_step(tmp_path: Path, of_other: int, says: lis
         ("is_recorded", False, "it was left out by --ranks"),
     ):
         others = [each[0], {**each[1], key: value}]
-        (tmp_path / "run" / "manifest.json").write_text(json.dumps({**script, "processes": others}))
-        assert not read_trace(tmp_path / "run").self_check.failed, why
+        run = start_run(tmp_path / "run", **{**script, "processes": others})
+        assert not read_trace(run).self_check.failed, why
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,7 @@ from profkit.run.work import (
 from tests.child import run_in_child
 from tests.efficiency_runs import make_small_run
 from tests.in_process import run_command
+from tests.run_builder import start_run
 
 WORK: dict[str, Any] = {
     "version": 1,
@@ -258,9 +259,7 @@ def _link_everything(run: Path) -> None:
 
 @pytest.mark.parametrize("command", ["report", "export", "scrub", "summary"])
 def test_a_run_that_links_to_itself_is_read_without_its_links(tmp_path: Path, command: str) -> None:
-    run = tmp_path / "run"
-    run.mkdir()
-    make_small_run(run)
+    run = make_small_run(tmp_path / "run")
     _link_everything(run)
     output = tmp_path / {"report": "a.html", "export": "a.json.gz", "scrub": "copy", "summary": "a.txt"}[command]
     code, said = answer(run, command, str(run), *([] if command == "summary" else ["-o", str(output)]))
@@ -269,9 +268,7 @@ def test_a_run_that_links_to_itself_is_read_without_its_links(tmp_path: Path, co
 
 @pytest.mark.parametrize("command", ["export", "report"])
 def test_nothing_is_written_where_a_log_is_no_file(tmp_path: Path, command: str) -> None:
-    run, output = tmp_path / "run", tmp_path / {"export": "a.json", "report": "a.html"}[command]
-    run.mkdir()
-    make_small_run(run)
+    run, output = make_small_run(tmp_path / "run"), tmp_path / {"export": "a.json", "report": "a.html"}[command]
     os.mkfifo(run / "log.txt")
     code, said = answer(run, command, str(run), "-o", str(output))
     assert (code, said.splitlines()[-1]) == (1, f"profkit: {run / 'log.txt'}: not a regular file")
@@ -281,9 +278,7 @@ def test_nothing_is_written_where_a_log_is_no_file(tmp_path: Path, command: str)
 @pytest.mark.parametrize("line", ['{"kind": "owned", "x": "\\x"}', '{"kind": "owned\\'])
 @pytest.mark.parametrize("name", ["light.jsonl", "ledger.jsonl", "compiled.jsonl"])
 def test_a_bad_escape_is_refused_by_file_and_line(tmp_path: Path, name: str, line: str) -> None:
-    run = tmp_path / "run"
-    run.mkdir()
-    (run / "manifest.json").write_text('{"status": "complete"}')
+    run = start_run(tmp_path / "run")
     (run / name).write_text(f'{{"kind": "header", "version": 1}}\n{line}\n{{"kind": "last"}}\n')
     code, said = answer(run, "scrub", str(run), "-o", str(tmp_path / "copy"))
     assert code == 1

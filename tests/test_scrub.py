@@ -41,6 +41,7 @@ from tests.child import run_in_child
 from tests.efficiency_runs import make_small_run
 from tests.in_process import names_in, printed, run_command
 from tests.nsys_builder import NsysBuilder
+from tests.run_builder import start_run
 
 pytestmark = pytest.mark.usefixtures("read_once")
 
@@ -405,10 +406,8 @@ class TestCommand:
         assert done.stderr.count("\n") == 1
 
     def test_what_of_a_run_is_not_copied_is_said(self, profkit: Callable, export: Path, tmp_path: Path) -> None:
-        run = tmp_path / "run"
-        run.mkdir()
+        run = start_run(tmp_path / "run", gpu="NVIDIA H200", argv=["--token=hunter2"])
         export.rename(run / "trace.sqlite")
-        (run / "manifest.json").write_text('{"status": "complete", "gpu": "NVIDIA H200", "argv": ["--token=hunter2"]}')
         (run / "trace.nsys-rep").write_bytes(b"TOKEN=hunter2")
         (run / "notes.txt").write_text("hunter2")
         (run / "itself").symlink_to(run)
@@ -421,9 +420,7 @@ class TestCommand:
 
 
 def test_a_run_that_cannot_be_copied_leaves_nothing(tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    run.mkdir()
-    (run / "manifest.json").write_text('{"status": "complete"}')
+    run = start_run(tmp_path / "run")
     (run / "snapshot.pickle").write_bytes(b"\x80\x04no")
     with pytest.raises(ProfkitError):
         share(run, tmp_path / "clean")

@@ -425,7 +425,6 @@ def test_what_is_not_known_is_said(name: str, said: str) -> None:
 
 def _run_of(folder: Path, **facts: object) -> Path:
     """Make a run of two steps, whose manifest also holds these."""
-    folder.mkdir(exist_ok=True)
     run = make_timed_run(folder)
     change_manifest(run, **facts)
     return run
@@ -455,7 +454,6 @@ def test_each_capture_and_way_of_asking_prints_what_it_did(tmp_path: Path) -> No
         "older": {"argv": ["python", "train.py", "--lr", "1"], "clean": None},
         "tf32-in-convolutions": {"conditions": {"cudnn_allow_tf32": True}, "workload": {"dtype": "fp32"}},
     }
-    (tmp_path / "small").mkdir()
     named = [make_small_run(tmp_path / "small"), *(_run_of(tmp_path / name, **facts) for name, facts in runs.items())]
     # In bf16 products nothing was counted; a run with lines lacks none; of a failed one nothing may be left.
     work = json.loads((named[-1] / "work.json").read_text())
@@ -465,7 +463,6 @@ def test_each_capture_and_way_of_asking_prints_what_it_did(tmp_path: Path) -> No
     write_lines(with_lines / "lines.jsonl", RunLines(LineSteps(looked), ()))
     nothing = _run_of(tmp_path / "failed-early", **runs["failed"])
     (nothing / "trace.sqlite").unlink()
-    (tmp_path / "memory").mkdir()
     memory = Training().write_run(tmp_path / "memory")
     traces = [ROOT / "traces" / f"tiny-train-cpu.{kind}" for kind in ("kineto.json.gz", "nsys2023.sqlite")]
     shown = [(path, "--all") for path in (*named, with_lines, nothing, memory, *traces, SNAPSHOT)]

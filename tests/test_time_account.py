@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections import defaultdict
 from dataclasses import replace
@@ -31,6 +30,7 @@ from profkit.report.commands.summary import build_summary_document
 from profkit.report.document import render
 from tests.efficiency_runs import change_manifest, make_timed_run, notes_of, rows_by_path, write_run, write_two_steps
 from tests.nsys_builder import NsysBuilder
+from tests.run_builder import start_run
 from tests.second_method import overlap, union
 from tests.step_builder import ADD, NVJET
 
@@ -257,8 +257,7 @@ def test_phases_of_timed_steps_that_no_recorded_step_has_are_named(tmp_path: Pat
     (warning,) = [one for one in read_trace(run).efficiency().warnings if one.code == "phases-not-recorded"]
     assert warning.message.startswith("the unprofiled steps had inference in 1 of 8 steps (30.0 ms); no recorded step")
     assert "inference in 1 of 8 steps" in _screen(run)
-    times = {"status": "complete", "attached": {"steps": attached}, "profiled": {"steps": attached[-2:]}}
-    (run / "manifest.json").write_text(json.dumps(times))
+    start_run(run, attached={"steps": attached}, profiled={"steps": attached[-2:]})
     assert "phases-not-recorded" not in {one.code for one in _summarize(run).findings}
 
 
@@ -274,7 +273,6 @@ def test_recorded_steps_that_waited_longer_for_data_are_said_not_used(tmp_path: 
     assert (opened.account.idle_time().idle_ns, opened.account.idle_time().causes.data_ns) == (MS, 0)
     assert "data-waits-grew" in {one.code for one in opened.efficiency().warnings}
     process = {"process": "1", "pid": 1, "rank": None, "state": "complete", "is_recorded": True, "loading": None}
-    (tmp_path / "alone").mkdir()
     without_workers = read_trace(write_run(tmp_path / "alone", builder, **timed, processes=[process]))
     assert "data-waits-grew" not in {one.code for one in without_workers.efficiency().warnings}
 
@@ -408,7 +406,6 @@ def test_a_phases_unprofiled_time_is_that_of_all_its_instances_in_a_step(tmp_pat
     left = {path: round(_idle_ns(row), 6) for path, row in rows.items()}
     assert left == {"step": 200, "step/train": 150, "step/train/data": 50, "step/train/backward": 100, "step/log": 50}
     # By its own clock backward would keep 300 ns of idle time, the step only 200: it is cut to fit.
-    (tmp_path / "longer").mkdir()
     rows = _micro_batches(tmp_path / "longer", step=700, backward=700)
     left = {path: round(_idle_ns(row), 6) for path, row in rows.items()}
     assert left == {"step": 200, "step/train": 200, "step/train/data": 0, "step/train/backward": 200, "step/log": 0}
@@ -416,16 +413,14 @@ def test_a_phases_unprofiled_time_is_that_of_all_its_instances_in_a_step(tmp_pat
 
 def test_the_unprofiled_step_holds_for_each_of_several_gpus_but_not_a_longer_phase(tmp_path: Path) -> None:
     """Nothing says which of the GPUs was idle in a phase that took longer than recorded."""
-    folders = [tmp_path / name for name in ("shorter", "longer", "phase", "alone")]
-    for folder in folders:
-        folder.mkdir()
-    shorter = _micro_batches(folders[0], devices=2, step=700)["step"]
-    longer = _micro_batches(folders[1], devices=2, step=2_000)["step"]
+    shorter = _micro_batches(tmp_path / "shorter", devices=2, step=700)["step"]
+    longer = _micro_batches(tmp_path / "longer", devices=2, step=2_000)["step"]
     assert shorter.clean_idle_share == pytest.approx(200 / 700)
     assert longer.idle_share == pytest.approx(0.5)
     assert longer.clean_idle_share == pytest.approx(1_500 / 2_000)
-    assert _micro_batches(folders[2], devices=2, backward=2_000)["step/train/backward"].clean_idle_share is None
-    alone = _micro_batches(folders[3], backward=2_000)["step/train/backward"]
+    phase = _micro_batches(tmp_path / "phase", devices=2, backward=2_000)["step/train/backward"]
+    assert phase.clean_idle_share is None
+    alone = _micro_batches(tmp_path / "alone", backward=2_000)["step/train/backward"]
     assert alone.clean_idle_share == pytest.approx(1_600 / 2_000)
 
 

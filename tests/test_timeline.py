@@ -25,6 +25,7 @@ from tests.allocator_reference import MIB
 from tests.browser import open_page
 from tests.captures import capture
 from tests.memory_captures import Training, opened
+from tests.run_builder import start_run
 
 
 def assert_books_close(bins: Bins) -> None:
@@ -106,9 +107,7 @@ def page_of(source: OpenedSnapshot) -> str:
 
 
 def test_the_title_of_the_page_says_which_run_it_is(tmp_path: Path) -> None:
-    folder = tmp_path / "my-run"
-    folder.mkdir()
-    (folder / "manifest.json").write_text('{"argv": ["python", "train.py"], "status": "complete"}')
+    folder = start_run(tmp_path / "my-run", argv=["python", "train.py"])
     Training().write(folder).rename(folder / "snapshot.pickle")
     assert run(folder, "--timeline", tmp_path / "t.html").exit_code == 0
     text = (tmp_path / "t.html").read_text()

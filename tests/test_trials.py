@@ -35,6 +35,7 @@ from profkit.run.edits import (
 )
 from tests.efficiency_runs import SMALL
 from tests.golden import check_transcript
+from tests.run_builder import start_run
 
 PLAN = TrialPlan(VERSION, "2026-01-01T00:00:00+00:00", 10, 20)
 MS = 1e6
@@ -155,9 +156,7 @@ def test_what_try_shows_of_runs(tmp_path: Path) -> None:
     }
     runs = [tmp_path / name for name in calls]
     for run in runs:
-        run.mkdir()
-        (run / "manifest.json").write_text("{}")
-        write_trials(run / "trials.jsonl", (calls[run.name],))
+        write_trials(start_run(run) / "trials.jsonl", (calls[run.name],))
     shown = [*([run] for run in runs), *([runs[0], "--format", style] for style in ("json", "csv")), runs]
     check_transcript("try", [("try", "--report", *words) for words in shown])
 
@@ -188,8 +187,7 @@ def test_a_summary_shows_what_a_try_measured_and_ranks_by_it() -> None:
 
 
 def test_the_page_shows_a_bar_for_each_edit_with_its_interval(tmp_path: Path) -> None:
-    write_trials(tmp_path / "trials.jsonl", (Trials(PLAN, (), tuple(FUSED)),))
-    (tmp_path / "manifest.json").write_text("{}")
+    write_trials(start_run(tmp_path) / "trials.jsonl", (Trials(PLAN, (), tuple(FUSED)),))
     shutil.copy(SMALL, tmp_path / "trace.sqlite")
     page = render_report(open_capture(tmp_path))
     assert 'id="trials"' in page
