@@ -581,14 +581,9 @@ def test_lines_of_source_tell_a_ranks_own_python_between_phases_from_the_profile
         assert within_ns or verdict.culprit.phase == "before forward"
 
 
-def test_the_report_shows_ranks_and_who_waits_for_whom(tmp_path: Path) -> None:
+def test_the_report_says_who_is_late_and_which_ranks_cannot_be_read(tmp_path: Path) -> None:
     trace = write_nsys(tmp_path / "trace.sqlite", simulate(3, 3, [Delay(1, "forward", 20 * MS)]))
-    section = _section_of_ranks(trace)
-    assert "Rank 1 is late" in section
-    # Two of three ranks wait for one.
-    assert section.count("<rect x=") == 2
-    assert "rank 0 waits 20.0" in section
-    assert "rank 2 waits 20.0" in section
+    assert "Rank 1 is late" in _section_of_ranks(trace)
     assert not _section_of_ranks(write_nsys(tmp_path / "one.sqlite", simulate(1, 3)))
     # A damaged light record leaves the rest.
     run = write_kineto_run(tmp_path / "run", simulate(2, 3))
