@@ -102,6 +102,15 @@ class TestFindNsys:
             find_nsys({"PATH": str(broken.parent)}, tmp_path)
 
 
+def _import(folder: Path) -> tuple[Path, Path]:
+    """Import a raw file by the importer next to an nsys in this folder; return it and the report."""
+    raw, report = folder / "trace.qdstrm", folder / "trace.nsys-rep"
+    raw.touch()
+    with (folder / "log").open("w+b") as log:
+        import_raw(raw, report, folder / "target-linux-x64" / "nsys", log)
+    return raw, report
+
+
 class TestImporter:
     def test_the_importer_next_to_nsys_comes_first(self, tmp_path: Path) -> None:
         nsys = tmp_path / "opt/nvidia/nsight-compute/2025.3.1/host/target-linux-x64/nsys"
@@ -116,12 +125,9 @@ class TestImporter:
         listing = "\tlibdw.so.1 => not found\n\tlibelf.so.1 => not found\n\tlibdw.so.1 => not found\n"
         _program(tmp_path / "host-linux-x64" / "QdstrmImporter", "exit 127")
         monkeypatch.setattr("profkit.launch.nsys.subprocess.run", lambda *_, **__: SimpleNamespace(stdout=listing))
-        raw = tmp_path / "trace.qdstrm"
-        raw.touch()
-        with (tmp_path / "log").open("w+b") as log, pytest.raises(ToolError) as error:
-            import_raw(raw, tmp_path / "trace.nsys-rep", tmp_path / "target-linux-x64" / "nsys", log)
-        assert "lacks libdw.so.1, libelf.so.1: install libdw1 libelf1 and run again" in str(error.value)
-        assert raw.exists()
+        with pytest.raises(ToolError, match=r"lacks libdw\.so\.1, libelf\.so\.1: install libdw1 libelf1 and run again"):
+            _import(tmp_path)
+        assert (tmp_path / "trace.qdstrm").exists()
 
     @pytest.mark.parametrize("failures", [0, 2])
     def test_a_raw_file_is_imported_and_removed_also_where_the_importer_fails_at_first(
@@ -132,24 +138,19 @@ class TestImporter:
         )
         ends = f"[ $(wc -l < $0.tries) -gt {failures} ] || exit 2"
         _program(tmp_path / "host-linux-x64" / "QdstrmImporter", f"{script}\n{ends}")
-        raw, report = tmp_path / "trace.qdstrm", tmp_path / "trace.nsys-rep"
-        raw.touch()
-        with (tmp_path / "log").open("w+b") as log:
-            import_raw(raw, report, tmp_path / "target-linux-x64" / "nsys", log)
+        raw, report = _import(tmp_path)
         assert (raw.exists(), report.read_text()) == (False, "report\n"), "nothing of the failed ones is left"
 
     def test_a_failed_import_keeps_the_raw_file(self, tmp_path: Path) -> None:
         _program(tmp_path / "host-linux-x64" / "QdstrmImporter", "exit 3")
-        raw = tmp_path / "trace.qdstrm"
-        raw.touch()
-        with (tmp_path / "log").open("w+b") as log, pytest.raises(ToolError, match=r"exit status 3.*is in .*log"):
-            import_raw(raw, tmp_path / "trace.nsys-rep", tmp_path / "target-linux-x64" / "nsys", log)
-        assert raw.exists()
+        with pytest.raises(ToolError, match=r"exit status 3.*is in .*log"):
+            _import(tmp_path)
+        assert (tmp_path / "trace.qdstrm").exists()
 
     def test_no_importer(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(nsys_module, "find_importer", lambda nsys: None)
-        with (tmp_path / "log").open("w+b") as log, pytest.raises(ToolError, match="no QdstrmImporter"):
-            import_raw(tmp_path / "trace.qdstrm", tmp_path / "trace.nsys-rep", Path("nsys"), log)
+        with pytest.raises(ToolError, match="no QdstrmImporter"):
+            _import(tmp_path)
 
 
 class TestExport:

@@ -269,9 +269,14 @@ def nsys_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess
 
 @pytest.mark.nsys
 class TestNsys:
-    def test_holds_report_export_and_log(self, nsys_run: tuple[Path, Any]) -> None:
-        names = sorted(path.name for path in nsys_run[0].iterdir())
-        assert names == ["log.txt", "manifest.json", "trace.nsys-rep", "trace.sqlite", "work.json"]
+    def test_a_run_holds_report_export_and_log_and_its_manifest_names_the_version(
+        self, nsys_run: tuple[Path, Any]
+    ) -> None:
+        run = nsys_run[0]
+        assert names_in(run) == ["log.txt", "manifest.json", "trace.nsys-rep", "trace.sqlite", "work.json"]
+        manifest = manifest_of(run)
+        assert (manifest["profiler"], manifest["status"]) == ("nsys", "complete")
+        assert manifest["versions"]["nsys"][0].isdigit()
 
     def test_the_export_has_the_ranges_with_their_payloads(self, nsys_run: tuple[Path, Any]) -> None:
         run = nsys_run[0]
@@ -292,27 +297,16 @@ class TestNsys:
         assert {"warmup", "step 0", "step 1", "loss", "optimizer", "attention", "ffn"} <= names
         assert "step 2" not in names
 
-    def test_the_output_of_nsys_goes_only_to_the_log(self, nsys_run: tuple[Path, Any]) -> None:
+    def test_what_nsys_says_goes_only_to_the_log_and_what_the_run_has_is_said(self, nsys_run: tuple[Path, Any]) -> None:
         run, done = nsys_run
         assert "Generat" in (run / "log.txt").read_text()
         assert "Generat" not in done.stdout + done.stderr
         assert without_doubts(done.stderr) == ""
-
-    def test_ends_well_without_kernels(self, nsys_run: tuple[Path, Any]) -> None:
-        done = nsys_run[1]
-        assert "no GPU work was recorded (no GPU, or no CUDA), so there are no kernel times" in " ".join(
-            done.stdout.split()
-        )
+        said = " ".join(done.stdout.split())
+        assert "no GPU work was recorded (no GPU, or no CUDA), so there are no kernel times" in said
+        assert "trace.nsys-rep holds the environment, secrets included, and cannot be scrubbed" in said
         assert done.stdout.endswith("\n  profkit ranges run\n")
         assert "profkit kernels" not in done.stdout
-
-    def test_the_manifest_names_the_version(self, nsys_run: tuple[Path, Any]) -> None:
-        manifest = manifest_of(nsys_run[0])
-        assert (manifest["profiler"], manifest["status"]) == ("nsys", "complete")
-        assert manifest["versions"]["nsys"][0].isdigit()
-
-    def test_says_what_a_report_holds(self, nsys_run: tuple[Path, Any]) -> None:
-        assert "trace.nsys-rep holds the environment, secrets included, and cannot be scrubbed" in nsys_run[1].stdout
 
     @NEEDS_PROC
     def test_ctrl_c_ends_nsys_and_its_agent(self, tmp_path: Path) -> None:

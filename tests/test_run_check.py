@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from profkit import read_trace
-from profkit.analysis.self_check import UNKNOWN_RUN, know_run, products_per_forward
+from profkit.analysis.self_check import UNKNOWN_RUN, know_run
 from profkit.models import PRESETS
 from profkit.run import decode
 from profkit.run.manifest import Manifest
@@ -165,14 +165,3 @@ def test_a_command_and_an_older_run_are_known_only_in_part() -> None:
     assert not know_run(decode(Manifest, _manifest(warmup_steps=0))).even
     assert not know_run(decode(Manifest, _manifest(compile_mode="reduce-overhead"))).even
     assert know_run(decode(Manifest, _manifest(compile_mode="reduce-overhead", warmup_steps=3))).even
-
-
-def test_each_preset_has_its_number_of_products() -> None:
-    assert {name: products_per_forward(preset.num_layers) for name, preset in PRESETS.items()} == {
-        "tiny": 19,
-        "small": 109,
-        "medium": 217,
-        "large": 325,
-        "xl": 433,
-        "2.7B": 289,
-    }
