@@ -358,11 +358,6 @@ REAL: dict[str, Callable[[], Path]] = {
 }
 
 
-def read(path: Path) -> History:
-    snapshot = read_snapshot(path)
-    return replay_history(snapshot.devices[0], snapshot.settings)
-
-
 def wrong_addresses(history: History, simulation: Simulation) -> int:
     replay = history.replay
     is_wrong = (simulation.address != replay.address) | (simulation.size_bytes != replay.size_bytes)
@@ -378,7 +373,8 @@ def peaks(simulation: Simulation) -> tuple[int, int, int]:
 
 @pytest.mark.parametrize("name", REAL)
 def test_the_simulator_chooses_every_recorded_address_of_a_real_snapshot(name: str) -> None:
-    history = read(REAL[name]())
+    snapshot = read_snapshot(REAL[name]())
+    history = replay_history(snapshot.devices[0], snapshot.settings)
     simulation = simulate(requests_of(history), history.settings, follows_releases=True)
     curves = history.curves
     assert wrong_addresses(history, simulation) == 0

@@ -85,11 +85,6 @@ def placed(folder: Path, name: str, first_segment_at: int) -> Path:
     return folder / name
 
 
-def made_folder(path: Path) -> Path:
-    path.mkdir()
-    return path
-
-
 def shares(*limits: tuple[str, float]) -> Budgets:
     return Budgets(max_shares=limits)
 
@@ -122,7 +117,7 @@ def asked(folder: Path, run: Path) -> dict[str, Asked]:
         ),
         **{
             f"idle in unprofiled steps of {ns} ns": (
-                make_timed_run(made_folder(folder / f"timed {ns}"), clean_ns=ns),
+                make_timed_run(folder / f"timed {ns}", clean_ns=ns),
                 Budgets(max_idle=0.44),
             )
             for ns in (800, 1_120, 5_600, 500)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -47,10 +46,6 @@ def observed() -> Iterator[ObservedRanges]:
     reset()
 
 
-def _train(called: Any, size: int) -> None:
-    called(torch.randn(size, 4)).sum().backward()
-
-
 def test_breaks_and_recompilations_are_recorded_with_their_step_reason_and_line(
     tmp_path: Path, observed: ObservedRanges
 ) -> None:
@@ -62,7 +57,7 @@ def test_breaks_and_recompilations_are_recorded_with_their_step_reason_and_line(
     for step, size in enumerate((2, 2, 3)):
         is_recording = step > 0
         watched.step_begins(step, is_recorded=is_recording)
-        _train(model, size)
+        model(torch.randn(size, 4)).sum().backward()
     watched.look()
     watched.recording_ends()
     is_recording = False

@@ -265,7 +265,6 @@ def test_lines_that_name_the_same_kinds_are_one_kind_whatever_the_order_of_their
         program = Program()
         program.launch(place(1, "model", shared=first))
         program.launch(place(2, "model", shared=second))
-        (tmp_path / str(number)).mkdir()
-        path = program.write(tmp_path / str(number))
+        path = program.builder.write(tmp_path / f"{number}.sqlite")
         assert set(tree(path)) == {"model", f"model/{line}"}
         assert read_trace(path).kernels(line).kernel_count == 2

@@ -135,11 +135,6 @@ def _steps(*times_ms: float, **more: int) -> list[dict[str, int]]:
     return [{**more, "forward_ns": 2 * MS, "step_ns": round(time_ms * MS)} for time_ms in times_ms]
 
 
-def _waiting(*times_ms: tuple[float, float]) -> list[dict[str, int]]:
-    """Return steps with their waits for data."""
-    return [{"step_ns": round(step * MS), "data_ns": round(wait * MS)} for step, wait in times_ms]
-
-
 def _on(number: int) -> Process:
     return replace(ON_CUDA, conditions=manifest.Conditions(gpu_uuid=f"GPU-{number}"))
 
@@ -168,7 +163,7 @@ DOUBTS: dict[str, list[str]] = {
     "a tenth faster, by chance": warn_of_gain(_steps(10, 10), _steps(9.1, 9.1)),
     "nothing recorded": warn_of_gain(_steps(10, 10), []),
     "faster in one context": warn_of_gain(CONTEXTS, _steps(11, context=128) + _steps(40, context=1024)),
-    "faster without its wait": warn_of_gain(_waiting((30, 10)), _steps(10)),
+    "faster without its wait": warn_of_gain([{"step_ns": 30 * MS, "data_ns": 10 * MS}], _steps(10)),
     "a quiet GPU": _of_gpu({}),
     "a GPU that tells nothing": warn_of_gpus([UNKNOWN], [UNKNOWN], [ON_CUDA]),
     "a GPU unknown before": warn_of_gpus([], [replace(QUIET, process_count=3)], [ON_CUDA]),

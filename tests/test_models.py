@@ -39,11 +39,6 @@ from tests.observed_ranges import NvtxEvent, ObservedRanges, observed_ranges, pa
 TINY = PRESETS["tiny"]
 
 
-def _on_meta(preset: Preset, context: int) -> Any:
-    with torch.device("meta"):
-        return TransformerLM(preset, context)
-
-
 @pytest.mark.parametrize(
     ("name", "count"),
     [
@@ -56,7 +51,8 @@ def _on_meta(preset: Preset, context: int) -> Any:
     ],
 )
 def test_parameter_counts(name: str, count: int) -> None:
-    model = _on_meta(PRESETS[name], 8)
+    with torch.device("meta"):
+        model = TransformerLM(PRESETS[name], 8)
     assert sum(parameter.numel() for parameter in model.parameters()) == count
     assert PRESETS[name].parameter_count == count
 

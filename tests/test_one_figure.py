@@ -127,7 +127,8 @@ def test_the_rows_under_a_range_equal_those_of_a_slow_account(path: Path) -> Non
 def test_all_commands_print_one_kernel_time(path: Path) -> None:
     """Of the capture, of its measured steps, and of each phase, in steps: summary, kernels, ranges, compare, check."""
     whole = _printed("kernels", path)
-    ranges, summary, compared = _printed("ranges", path), _printed("summary", path), _compared_with_itself(path)
+    ranges, summary = _printed("ranges", path), _printed("summary", path)
+    compared = _printed("compare", path, path, "--force")["time"]
     assert whole["kernel_time_ns"] + whole["graph_time_ns"] == ranges["total_ns"] == summary["ledger"]["total_ns"]
     assert whole["ledger"] == summary["ledger"]
     in_steps = compared["kernel_time"]["before_ns"]
@@ -180,10 +181,6 @@ def _printed(*arguments: object) -> Any:
         pytest.skip("no kernels to place")
     assert done.stdout, done.exception
     return json.loads(done.stdout)
-
-
-def _compared_with_itself(path: Path) -> Any:
-    return _printed("compare", path, path, "--force")["time"]
 
 
 def test_modules_of_compiled_code_give_one_figure_too(tmp_path: Path) -> None:

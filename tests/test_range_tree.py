@@ -138,11 +138,8 @@ def test_each_path_of_the_tree_selects_the_work_it_shows(builder: NsysBuilder) -
             assert row.kernel_time_ns <= times.get(row.path.rpartition("/")[0], row.kernel_time_ns)
             # A path names every chain of ranges that ends in it: ask only for those that name one row.
             if sum(other.path == row.path or other.path.endswith("/" + row.path) for other in rows) == 1:
-                assert _by_range(opened, row) == _by_tree(row)
-
-
-def _by_tree(row: RangeRow) -> tuple[Any, ...]:
-    return row.path, row.instances, row.wall_ns, row.kernel_time_ns, row.busy_ns, row.kernel_count
+                shown = row.path, row.instances, row.wall_ns, row.kernel_time_ns, row.busy_ns, row.kernel_count
+                assert _by_range(opened, row) == shown
 
 
 def _by_range(opened: OpenedTrace, row: RangeRow) -> tuple[Any, ...]:

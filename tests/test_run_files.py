@@ -250,17 +250,11 @@ def test_a_file_that_is_no_file_is_refused_by_its_name(run: Path, tmp_path: Path
     assert said.endswith(f"{run / name}: not a regular file\n") or "link" in what
 
 
-def _link_everything(run: Path) -> None:
-    (run / "itself").symlink_to(".")
-    (run / "loop").symlink_to("loop")
-    (run / "zero").symlink_to("/dev/zero")
-    (run / "notes.rank1.txt").symlink_to("notes.rank1.txt")
-
-
 @pytest.mark.parametrize("command", ["report", "export", "scrub", "summary"])
 def test_a_run_that_links_to_itself_is_read_without_its_links(tmp_path: Path, command: str) -> None:
     run = make_small_run(tmp_path / "run")
-    _link_everything(run)
+    for name, target in (("itself", "."), ("loop", "loop"), ("zero", "/dev/zero"), ("notes.rank1.txt",) * 2):
+        (run / name).symlink_to(target)
     output = tmp_path / {"report": "a.html", "export": "a.json.gz", "scrub": "copy", "summary": "a.txt"}[command]
     code, said = answer(run, command, str(run), *([] if command == "summary" else ["-o", str(output)]))
     assert (code, "error" in said) == (0, False), said

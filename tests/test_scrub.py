@@ -105,18 +105,16 @@ def assert_same_figures(source: Path, copied: Path, commands: tuple[tuple[str, .
     return answered
 
 
-def _captures() -> list[Path]:
-    folders = [folder for folder in (CAPTURES, TRACES) if folder.is_dir()]
-    found = [path for folder in folders for path in folder.iterdir()]
-    ends = (".sqlite", ".kineto.json.gz", ".pickle", ".pickle.gz")
-    return sorted(path for path in found if path.name.endswith(ends) and not path.name.startswith(ALIKE))
+ENDS = (".sqlite", ".kineto.json.gz", ".pickle", ".pickle.gz")
+ALL_CAPTURES = sorted(
+    path
+    for folder in (CAPTURES, TRACES)
+    for path in folder.glob("*")
+    if path.name.endswith(ENDS) and not path.name.startswith(ALIKE)
+)
 
 
-def _runs() -> list[Path]:
-    return sorted([*(TRACES / "blocks").iterdir(), *list((TESTS / "light_records").iterdir())[::6]])
-
-
-@pytest.mark.parametrize("path", _captures(), ids=lambda path: path.name)
+@pytest.mark.parametrize("path", ALL_CAPTURES, ids=lambda path: path.name)
 def test_the_copy_of_a_capture_gives_the_same_figures(path: Path, tmp_path: Path) -> None:
     """Of some captures all commands are asked, of the others which kernels lie under which range."""
     share(path, tmp_path / path.name)
@@ -129,7 +127,10 @@ def test_the_copy_of_a_capture_gives_the_same_figures(path: Path, tmp_path: Path
     assert assert_same_figures(path, tmp_path / path.name, commands)
 
 
-@pytest.mark.parametrize("path", _runs(), ids=lambda path: path.name)
+RUNS = sorted([*(TRACES / "blocks").iterdir(), *list((TESTS / "light_records").iterdir())[::6]])
+
+
+@pytest.mark.parametrize("path", RUNS, ids=lambda path: path.name)
 def test_the_copy_of_a_run_gives_the_same_figures(path: Path, tmp_path: Path) -> None:
     share(path, tmp_path / "copy")
     commands = (("ranks",),) if path.parent.name == "light_records" else (("summary",), *PLACED)

@@ -46,14 +46,6 @@ def two_processes(builder: NsysBuilder) -> None:
             builder.kernel(base + 10, pid, pid=pid, tid=pid, device=device)
 
 
-def without_kernels(builder: NsysBuilder) -> None:
-    builder.range("forward", 0, 10)
-
-
-def without_ranges(builder: NsysBuilder) -> None:
-    builder.kernel(10, 5)
-
-
 def idle(builder: NsysBuilder) -> None:
     builder.range("idle", 0, 5)
     builder.kernel(10, 5)
@@ -130,8 +122,8 @@ ASKED: dict[str, tuple[Build, list[tuple[str, ...]]]] = {
             *(("--process", "7"), ("--device", "7")),
         ],
     ),
-    "no-kernels": (without_kernels, [("--range", "forward")]),
-    "no-ranges": (without_ranges, [("--range", "forward")]),
+    "no-kernels": (lambda builder: builder.range("forward", 0, 10), [("--range", "forward")]),
+    "no-ranges": (lambda builder: builder.kernel(10, 5), [("--range", "forward")]),
     "idle": (idle, [("--range", "idle")]),
     "spelled": (spelled_otherwise, [("--range", "forward"), ("--range", "forward", "--exclude", "WarmUp")]),
     "helper": (on_a_helper_thread, [("--range", "nccl", "--exclude", "warmup", "--per-instance")]),

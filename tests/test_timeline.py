@@ -14,7 +14,6 @@ from click.testing import CliRunner
 from profkit import read_snapshot
 from profkit.analysis.memory.bins import OTHER_STACKS, Bins, bin_history
 from profkit.analysis.memory.device import NOT_SELECTED, Filter
-from profkit.analysis.memory.opened_snapshot import OpenedSnapshot
 from profkit.analysis.opened import OpenedCapture
 from profkit.cli.memory import memory
 from profkit.errors import UsageError
@@ -101,11 +100,6 @@ def test_a_timeline_is_a_picture_or_a_page_and_another_kind_is_refused(tmp_path:
     assert isinstance(run(snapshot, "--timeline", "t.pdf").exception, UsageError)
 
 
-def page_of(source: OpenedSnapshot) -> str:
-    capture = OpenedCapture(Path("made.pickle"), None, None, source)
-    return render_memory_page(capture, source.device(), source.memory())
-
-
 def test_the_title_of_the_page_says_which_run_it_is(tmp_path: Path) -> None:
     folder = start_run(tmp_path / "my-run", argv=["python", "train.py"])
     Training().write(folder).rename(folder / "snapshot.pickle")
@@ -139,7 +133,9 @@ def test_the_data_in_the_page_are_exact_and_few(tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def page_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     target = tmp_path_factory.mktemp("page") / "timeline.html"
-    target.write_text(page_of(Training(steps=6).opened()), encoding="utf-8")
+    source = Training(steps=6).opened()
+    capture = OpenedCapture(Path("made.pickle"), None, None, source)
+    target.write_text(render_memory_page(capture, source.device(), source.memory()), encoding="utf-8")
     return target
 
 

@@ -155,10 +155,6 @@ def test_a_recurrent_cell_of_one_kernel_has_a_formula_of_its_gates() -> None:
     assert operators.other_flops(cell, gates, [torch.ones(2, 4)]) == 5 * 24
 
 
-def _attend(x: Any) -> Any:
-    return functional.scaled_dot_product_attention(x[None], x[None], x[None], is_causal=True)
-
-
 FUNCTIONS = {
     **{one.__name__: one for one in (functional.silu, functional.mish, functional.gelu, functional.softplus)},
     **{one.__name__: one for one in (functional.elu, functional.hardswish, functional.selu, functional.logsigmoid)},
@@ -167,7 +163,7 @@ FUNCTIONS = {
     "rms_norm": lambda x: functional.rms_norm(x, (16,)),
     "group_norm": lambda x: functional.group_norm(x, 4),
     "norm": lambda x: x.norm(dim=-1),
-    "attention": _attend,
+    "attention": lambda x: functional.scaled_dot_product_attention(x[None], x[None], x[None], is_causal=True),
     "shuffle": lambda x: functional.channel_shuffle(x[..., None], 4),
 }
 
