@@ -50,7 +50,7 @@ def change_manifest(run: Path, **changes: Any) -> None:
 
 def make_small_run(folder: Path, *, ceilings: bool = True) -> Path:
     """Make the run directory that ``profkit run --nsys model.small`` would have left around the trace in ``traces``."""
-    facts = {"workload": {"dtype": "fp32"}, "float32_matmul_precision": "highest"}
+    facts = {"workload": {"dtype": "fp32"}, "conditions": {"float32_matmul_precision": "highest"}}
     start_run(folder, gpu="NVIDIA H200", device="cuda", **facts)
     shutil.copyfile(ROOT / "tests" / "small_work.json", folder / "work.json")
     if ceilings:
@@ -128,7 +128,7 @@ def make_timed_run(
         "gpu": "NVIDIA H200",
         "device": "cuda",
         "workload": {"dtype": "bf16"},
-        "float32_matmul_precision": "highest",
+        "conditions": {"float32_matmul_precision": "highest"},
         "clean": {"steps": steps},
         "profiled": {"steps": profiled},
     }

@@ -244,7 +244,7 @@ MANIFEST_OF_A_RUN: dict[str, Any] = {
     "driver": "580.1",
     "device": "cuda",
     "gpu": "NVIDIA H200",
-    "float32_matmul_precision": "highest",
+    "conditions": {"float32_matmul_precision": "highest"},
     "git_revision": "abc",
     "clean": {"steps": [{"forward_ns": 90, "step_ns": 100}, {"forward_ns": 91, "step_ns": 102}]},
 }
@@ -281,7 +281,7 @@ CHANGED: dict[str, dict[str, Any]] = {
     "another context": {"workload.context": 512},
     "another passes": {"workload.passes": "forward"},
     "another dtype": {"workload.dtype": "bf16"},
-    "another matmul precision": {"float32_matmul_precision": "high"},
+    "another matmul precision": {"conditions.float32_matmul_precision": "high"},
     "another compile mode": {"workload.compile_mode": "default"},
     "another seed": {"workload.seed": 1},
     "another revision": {"git_revision": "def"},

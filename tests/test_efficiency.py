@@ -179,7 +179,7 @@ def test_a_share_of_peak_says_the_peak_of_each_type_of_products(
 def test_float32_products_with_high_precision_are_tf32(tmp_path: Path) -> None:
     run = make_timed_run(tmp_path, work=False)
     for dtype, precision, expected in (("fp32", "highest", "fp32"), ("fp32", "high", "tf32"), ("bf16", "high", "bf16")):
-        change_manifest(run, workload={"dtype": dtype}, float32_matmul_precision=precision)
+        change_manifest(run, workload={"dtype": dtype}, conditions={"float32_matmul_precision": precision})
         assert read_trace(run).efficiency().dtype == expected
 
 

@@ -60,8 +60,8 @@ def test_the_manifest_says_what_was_run_and_how_long_it_took(kineto_run: tuple[P
     assert manifest["command"][:3] == ["profkit", "run", "model.tiny"]
     assert manifest["workload"]["context"] == 32
     assert manifest["parameter_count"] == 3_084_928
-    assert manifest["float32_matmul_precision"] == "highest"
     assert set(manifest["versions"]) == {"profkit", "python", "nvtx", "nsys", "torch", "cuda"}
+    assert manifest["conditions"]["float32_matmul_precision"] == "highest"
     assert manifest["conditions"]["cpu_threads"] > 0
     assert manifest["conditions"]["autocast_dtypes"] == []
     assert len(manifest["clean"]["steps"]) in {2, 4, 6, 8, 10}, "whole rounds, as many as fit into five seconds"

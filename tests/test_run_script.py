@@ -206,7 +206,7 @@ def test_precision_autocast_and_a_backward_within_the_optimizer(place: Path, run
     assert manifest["conditions"]["cpu_count"] >= 1
     if hasattr(torch.backends.cuda.matmul, "fp32_precision"):
         assert manifest["conditions"]["cuda_matmul_fp32_precision"] == "tf32"
-        assert manifest["float32_matmul_precision"] is None
+        assert manifest["conditions"]["float32_matmul_precision"] is None
     phases = {"forward_ns", "loss_ns", "backward_ns", "optimizer_ns", "step_ns"}
     assert [set(step) for step in manifest["attached"]["steps"]] == [phases], "also within the optimizer's closure"
 

@@ -423,6 +423,9 @@ def test_what_is_not_known_is_said(name: str, said: str) -> None:
 # -- its lines -------------------------------------------------------------------------------------------------------
 
 
+FP32 = {"float32_matmul_precision": "highest"}
+
+
 def _run_of(folder: Path, **facts: object) -> Path:
     """Make a run of two steps, whose manifest also holds these."""
     run = make_timed_run(folder)
@@ -452,7 +455,7 @@ def test_each_capture_and_way_of_asking_prints_what_it_did(tmp_path: Path) -> No
         "failed": {"status": "failed", "exit_status": 7},
         "warned": {"warnings": ["GPU 0's power cap held its clocks down"]},
         "older": {"argv": ["python", "train.py", "--lr", "1"], "clean": None},
-        "tf32-in-convolutions": {"conditions": {"cudnn_allow_tf32": True}, "workload": {"dtype": "fp32"}},
+        "tf32-in-convolutions": {"conditions": {**FP32, "cudnn_allow_tf32": True}, "workload": {"dtype": "fp32"}},
     }
     named = [make_small_run(tmp_path / "small"), *(_run_of(tmp_path / name, **facts) for name, facts in runs.items())]
     # In bf16 products nothing was counted; a run with lines lacks none; of a failed one nothing may be left.
@@ -483,7 +486,7 @@ def test_each_capture_and_way_of_asking_prints_what_it_did(tmp_path: Path) -> No
 def test_tf32_is_said_of_matrix_products_and_of_convolutions(
     tmp_path: Path, conditions: dict[str, object], shown: str
 ) -> None:
-    run = _run_of(tmp_path, conditions=conditions, workload={"dtype": "fp32"})
+    run = _run_of(tmp_path, conditions={**FP32, **conditions}, workload={"dtype": "fp32"})
     (run / "work.json").unlink()
     assert _summary(run).head.precision == f"fp32, {shown}"
 

@@ -165,8 +165,8 @@ def _precision(manifest: Manifest, counted: str | None) -> str | None:
     autocast = find_condition(manifest, "autocast_dtypes")
     if isinstance(autocast, tuple) and autocast:
         return f"{', '.join(autocast)} autocast".replace("bfloat16", "bf16").replace("float16", "fp16")
-    products = manifest.float32_matmul_precision or find_condition(
-        manifest, "cuda_matmul_fp32_precision", "cuda_matmul_allow_tf32"
+    products = find_condition(
+        manifest, "float32_matmul_precision", "cuda_matmul_fp32_precision", "cuda_matmul_allow_tf32"
     )
     dtype = counted or manifest.workload.dtype
     convolutions = find_condition(manifest, "cudnn_conv_fp32_precision", "cudnn_allow_tf32")

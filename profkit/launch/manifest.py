@@ -150,7 +150,6 @@ def with_outcome(manifest: Manifest, outcome: Outcome) -> Manifest:
             device=first.device,
             gpu=first.gpu,
             conditions=first.conditions,
-            float32_matmul_precision=first.conditions.float32_matmul_precision if first.conditions else None,
         )
     if order.memory is not None:
         processes = tuple(replace(process, attached=(), profiled=(), during={}) for process in outcome.processes)

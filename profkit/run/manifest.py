@@ -340,7 +340,6 @@ class Manifest:
     gpu: GpuName | None = None
     parameter_count: int | None = None
     conditions: Conditions | None = None
-    float32_matmul_precision: Word | None = None
     environment: dict[str, str] = field(default_factory=dict)
     clean: Samples | None = None
     attached: Samples | None = None

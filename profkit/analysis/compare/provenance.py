@@ -31,7 +31,7 @@ _DISTURBING: dict[str, Callable[[Manifest], object]] = {
     "contexts": lambda run: run.workload.contexts or None,
     "passes": lambda run: run.workload.passes,
     "precision (autocast)": lambda run: run.workload.dtype or find_condition(run, "autocast_dtypes"),
-    "float32 matmul precision (tf32)": lambda run: run.float32_matmul_precision,
+    "float32 matmul precision (tf32)": lambda run: find_condition(run, "float32_matmul_precision"),
     "cuBLAS tf32": lambda run: find_condition(run, "cuda_matmul_allow_tf32", "cuda_matmul_fp32_precision"),
     "cuDNN tf32": lambda run: find_condition(run, "cudnn_allow_tf32"),
 }

@@ -27,7 +27,7 @@ from profkit.analysis.tree.range_tree import RangeNodes
 from profkit.errors import Finding, UsageError
 from profkit.names import BACKWARD, FORWARD
 from profkit.run.directory import Run
-from profkit.run.manifest import Loading, Manifest
+from profkit.run.manifest import Loading, Manifest, find_condition
 from profkit.run.work import FUSED, Ceilings, RangeWork, RunWork, read_ceilings
 from profkit.trace.columns import Ints, Trace, distinct_values, rows_by_value
 
@@ -134,7 +134,8 @@ def _dtype_of(manifest: Manifest) -> str | None:
     asked = manifest.workload.dtype
     if asked is None or manifest.device == "cpu":
         return None
-    return "tf32" if asked == "fp32" and manifest.float32_matmul_precision in _TF32_PRECISIONS else asked
+    is_tf32 = asked == "fp32" and find_condition(manifest, "float32_matmul_precision") in _TF32_PRECISIONS
+    return "tf32" if is_tf32 else asked
 
 
 def _bare(gpu: str) -> str:
