@@ -141,8 +141,8 @@ class Hooks(RangeObserver):
         self._no_call = NoCall(self)
         self._outside = OutsideNodes()
         self.autocast_dtypes: set[str] = set()
-        self.has_detected_anomalies = False
         """The types that autocast computed in around the modules called while ranges were open."""
+        self.has_detected_anomalies = False
         self.optimizers = UsedOptimizers()
         self._boundaries = Boundaries(self._begin_step, lambda: self.on_thread.ranges.scripts)
         self._is_interrupted = False
