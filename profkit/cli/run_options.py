@@ -14,7 +14,7 @@ from typing import Any, TypeVar, get_args
 import click
 from click.core import ParameterSource
 
-from profkit.cli.options import FILE, POSITIVE, together
+from profkit.cli.options import FILE, POSITIVE, Quantity, together
 from profkit.errors import ToolError, UsageError
 from profkit.launch.nsys import GraphTrace, Nsys, find_nsys
 from profkit.models import CompileMode, Device, Dtype, Passes
@@ -43,18 +43,12 @@ _COMMON = ("output", "with_nsys", "memory", "oom", "warmup", "steps", "step_on",
 """What ``--help`` shows; ``--help-all`` shows the others too."""
 
 
-class _Contexts(click.ParamType):  # type: ignore[type-arg]  # generic in some versions of click only
-    """Numbers of tokens, separated by commas, none twice."""
-
-    name = "integer[,…]"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
-        if isinstance(value, tuple):
-            return value
-        contexts = tuple(POSITIVE(word.strip(), param, ctx) for word in str(value).split(","))
-        if len(set(contexts)) < len(contexts):
-            self.fail(f"{value}: one context is there twice", param, ctx)
-        return contexts
+def _parse_contexts(text: str) -> tuple[int, ...]:
+    words = [word.strip() for word in text.split(",")]
+    contexts = [int(word) for word in words if word.isdecimal()]
+    if len(set(contexts) - {0}) < len(words):
+        raise ValueError(f"{text!r} is not one number of tokens or several, none twice, such as 128,256")
+    return tuple(contexts)
 
 
 class RunCommand(click.Command):
@@ -196,7 +190,7 @@ add_options = together(
     click.option(
         "--context",
         "contexts",
-        type=_Contexts(),
+        type=Quantity("integer[,…]", _parse_contexts),
         default="256",
         show_default=True,
         help="Tokens per sequence. With several (128,256,512) each length runs its own steps, under 'context N'.",
