@@ -59,7 +59,6 @@ def test_the_manifest_says_what_was_run_and_how_long_it_took(kineto_run: tuple[P
     assert manifest["target"] == "model.tiny"
     assert manifest["command"][:3] == ["profkit", "run", "model.tiny"]
     assert manifest["workload"]["context"] == 32
-    assert manifest["parameter_count"] == 3_084_928
     assert set(manifest["versions"]) == {"profkit", "python", "nvtx", "nsys", "torch", "cuda"}
     assert manifest["conditions"]["float32_matmul_precision"] == "highest"
     assert manifest["conditions"]["cpu_threads"] > 0

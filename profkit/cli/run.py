@@ -203,9 +203,8 @@ def _model(
     )
     allocator = MemoryOptions(memory_stacks, memory_entries) if memory else None
     passes = model_passes(training, recorder, allocator, ranks=ranks)
-    sizes = training.preset
     require_torch()
-    return Target(words[0], "model", tuple(passes), workload, asdict(sizes), sizes.parameter_count)
+    return Target(words[0], "model", tuple(passes), workload, asdict(training.preset))
 
 
 def _refuse_several_contexts(count: int, compile_mode: str, *, ranks: int, memory: bool) -> None:

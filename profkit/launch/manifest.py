@@ -97,7 +97,6 @@ def begin_manifest(target: Target, nsys: Nsys | None, command: list[str], secret
         argv=argv,
         workload=target.workload,
         preset=target.preset,
-        parameter_count=target.parameter_count,
         profiler=None if not records_trace else "torch.profiler" if nsys is None else "nsys",
         started_utc=utc_now(),
         versions={

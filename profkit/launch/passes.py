@@ -123,7 +123,6 @@ class Target:
     passes: tuple[Pass, ...]
     workload: Workload
     preset: dict[str, Plain] | None = None
-    parameter_count: int | None = None
     argv: tuple[str, ...] = ()
 
     @property

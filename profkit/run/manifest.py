@@ -338,7 +338,6 @@ class Manifest:
     git_revision: Word | None = None
     device: Word | None = None
     gpu: GpuName | None = None
-    parameter_count: int | None = None
     conditions: Conditions | None = None
     environment: dict[str, str] = field(default_factory=dict)
     clean: Samples | None = None
