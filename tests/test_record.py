@@ -104,7 +104,7 @@ tell(
     broken=run.check(max_step_ms=1e-6).held,
     backward=run.kernels("backward").instances,
     steps=[row.name for row in run.ranges().ranges if row.name.startswith("step ")],
-    page="profkit.record(memory=True)" in run.report("page.html").read_text(),
+    page="A step takes" in run.report("page.html").read_text(),
     predicted=run.whatif(["gpu:×2"]).time is not None,
     timed=run.step_times().find("step", None).clean.count,
 )
