@@ -1077,6 +1077,10 @@ NAMED: dict[str, Case] = {
     "the same, and no line is late": ("waits", COPIED, {"lines": [ITEM]}),
     "an optimizer in a loop": ("optimizer", optimizer_loop(), {"conditions": {"optimizers": [ADAMW]}}),
     "an optimizer that somebody wrote": ("optimizer", *written_optimizer(40)),
+    "the same, which clips gradients in it": (
+        "optimizer",
+        *written_optimizer(40, *[launch(f"multi_tensor_apply_kernel<{ADD}>", 2_000)] * 40),
+    ),
     "a group for each parameter": ("optimizer", optimizer_calls(160, 160), with_groups(160, 2)),
     "the same, and nobody counted the groups": ("optimizer", optimizer_calls(160, 160), with_groups(0, 0, 0)),
     "products in fp32": ("tf32", products(SGEMM), {}),
@@ -1552,6 +1556,17 @@ def test_a_function_of_the_dataset_whose_lines_take_a_batch_together_is_what_to_
         lines[0] = replace(lines[0], function=f"{function}.<lambda>")
         result = program.write(tmp_path / function, **{**given, "lines": lines})
         assert change in by_code(result)["loader"].change if "loader" in by_code(result) else change == "num_workers"
+
+
+@pytest.mark.parametrize(("sub_bytes", "code"), [(GIB, "pairs"), (3 * GIB, "norm")])
+def test_differences_of_all_pairs_are_no_norm(tmp_path: Path, sub_bytes: int, code: str) -> None:
+    """What comes in is small, so that the difference only writes what the square reads and writes."""
+    program = blocks("act", *CHAINS["norm"])
+    parts = ("sub", 20, sub_bytes), ("pow", 21, 2 * GIB), ("sum", 21, GIB)
+    moved = works(*(("h.*/h.*.act", *part) for part in parts))
+    found = by_code(program.write(tmp_path, **moved))[code]
+    assert found.line is not None
+    assert found.line.line == 20
 
 
 @pytest.mark.parametrize(("first_ns", "named"), [(7 * MS, 9), (10 * MS, 40)])

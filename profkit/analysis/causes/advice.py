@@ -56,6 +56,7 @@ _OF_LOSSES = ("log_softmax", "softmax", "log", "exp", "logsumexp", "gather", "su
 _OPERATORS: dict[str, Callable[[OperatorLine], float]] = {
     **dict.fromkeys(("norm", "activation"), lambda line: line.bytes * (not line.flops)),
     **dict.fromkeys(("loop", "chain"), lambda line: line.count),
+    "pairs": lambda line: line.bytes * (line.operator == "sub"),
     "sizes": lambda line: line.flops,
     "autocast": lambda line: line.flops * (line.dtype == "float32"),
     "attention": lambda line: line.bytes * ("softmax" in line.operator or "dot_product" in line.operator),

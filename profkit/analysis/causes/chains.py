@@ -25,12 +25,15 @@ from profkit.analysis.step_replay.limits import OUTSIDE, Limit
 from profkit.analysis.step_replay.predict import StepChange
 from profkit.analysis.step_replay.steps import FROM_HOST, ReplayedStep
 from profkit.analysis.summary import WORTH
-from profkit.names import BACKWARD, LOSS, OPTIMIZER
+from profkit.names import BACKWARD, LOSS, OPTIMIZER, kind_of
 
 _FUSED_CHAIN: By = {"least": 0.8, "expected": 1.2, "most": 2.2}
 _FUSED_REDUCTION: By = {"least": 1.0, "expected": 2.2, "most": 4.0}
 _ONE_HOT_LOSS = "the loss is a product with a one-hot matrix", "F.cross_entropy of the targets' numbers"
 _WRITTEN_LOSS = "the loss is written out", "F.cross_entropy, which has label_smoothing, weight and ignore_index"
+_PAIRS = "pairs", "differences of all pairs are written out", "torch.cdist, or x² + y² - 2 x·y with a matrix product"
+_EXPANDED = 0.7
+"""A difference moves at most this share of what a function of as many numbers does, if what comes in is small."""
 _OF_ONE_HOT: By = {"least": 0.02, "expected": 0.15, "most": 0.5}
 """The share of a loss with a one-hot matrix that is left without it: backward still writes the gradient's matrix."""
 _FEW, _MANY, _VERY_MANY = 4, 12, 48
@@ -219,6 +222,8 @@ def _cost(chains: Mapping[ChainPlace, Sequence[Run]]) -> int:
 def _describe_chains(evidence: Evidence, chains: Mapping[ChainPlace, Sequence[Run]]) -> Cause:
     (module, phase), costliest = next(iter(chains.items()))
     code, what, change = _kind_of_place((module, phase), costliest)
+    if code in ("norm", "chain") and _compares_pairs(evidence, module):
+        code, what, change = _PAIRS
     runs = [run for chain in chains.values() for run in chain]
     backward = " with backward" if any(run[0].phase == BACKWARD for run in runs) else ""
     return Cause(
@@ -233,6 +238,18 @@ def _describe_chains(evidence: Evidence, chains: Mapping[ChainPlace, Sequence[Ru
         worth=WORTH_COMPILING if code == "chain" else WORTH,
         evidence={"kernels": sum(map(len, runs)), "time_ns": sum(one.duration_ns for run in runs for one in run)},
     )
+
+
+def _compares_pairs(evidence: Evidence, module: str | None) -> bool:
+    """Return whether what a module moves is mostly differences of all pairs, a function of them, and its sums."""
+    moved = Counter[str]()
+    for line in evidence.operator_lines:
+        if line.path and kind_of(line.path[-1]) == module:
+            moved[line.operator] += line.bytes
+    longest, function = max(((moved[name], name) for name in ("pow", "square", "mul", "abs")), default=(0, ""))
+    pairs = moved["sub"] + longest + moved["sum"]
+    is_expanded = 0 < moved["sub"] <= _EXPANDED * longest and 0 < moved["sum"] <= _EXPANDED * longest
+    return bool(function) and is_expanded and 2 * pairs > moved.total()
 
 
 def _fuse_chain(evidence: Evidence, code: str, place: ChainPlace, runs: Sequence[Run]) -> StepChange:

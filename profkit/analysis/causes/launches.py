@@ -331,7 +331,8 @@ def _optimizer(evidence: Evidence) -> Iterator[Cause]:
 def _written_optimizer(evidence: Evidence) -> Iterator[Cause]:
     """An optimizer that is not torch's, and makes several small operations for each parameter in a loop of Python."""
     optimizer, optimizers = evidence.summary.optimizer, used_optimizers(evidence.manifest)
-    if optimizer is None or optimizer.kind != "single tensor" or not optimizers or _communicates(evidence):
+    # Gradients that are clipped one by one in it are kernels over lists of tensors.
+    if optimizer is None or optimizer.kind == "fused" or not optimizers or _communicates(evidence):
         return
     parameters = sum(used.parameters for used in optimizers)
     kernels = [one for one in evidence.kernels if one.phase == OPTIMIZER]
