@@ -732,6 +732,8 @@ NORMS = line(2 * MS, called="p.grad.norm().item", waits=40, waiting_ns=MS)
 MOVED_PARTS = line(MS, called="part.to", waits=3, waiting_ns=MS)
 ONE_BY_ONE = equal_steps(FORWARD, *[python(30_000), launch(SUM, 5_000), read] * 40, wait)
 FAR_APART = equal_steps(FORWARD, *[python(30_000), launch(SUM, 5_000, 7), read] * 40, wait)
+VOLUMES = works(("conv", "convolution3d", 7, MIB))
+NORMS_OF_IMAGES = works(("conv", "convolution", 7, MIB), ("norm", "instance_norm", 8, MIB))
 A_CLASS = [python(30_000), launch(SUM, 5_000), read, launch(ADD, 5_000, 8), launch(SUM, 5_000, 4), read]
 CLASSES = within("forward/model/dice", *A_CLASS * 12)
 OF_CLASSES = within("backward/model/dice", *[python(20_000), launch(ADD, 5_000, 20), read] * 12)
@@ -926,6 +928,8 @@ NEARLY: list[Case] = [
     ("unread-graph", passes(4, 4, read=2), {}),
     ("unread-graph", passes(4, 8), {}),
     # A norm's copies are torch's own, a copy elsewhere is no convolution's, and these convolutions want no other order.
+    # Norms that know one order alone stand between the convolutions.
+    ("channels-last", convolutions(CONVERT, ADD), NORMS_OF_IMAGES),
     ("channels-last", undone_layouts("/h.*.conv"), {}),
     ("channels-last", undone_layouts("/h.*.attn"), {}),
     ("channels-last", undone_layouts("", "implicit_convolve_sgemm"), {}),
@@ -1556,6 +1560,13 @@ def test_a_function_of_the_dataset_whose_lines_take_a_batch_together_is_what_to_
         lines[0] = replace(lines[0], function=f"{function}.<lambda>")
         result = program.write(tmp_path / function, **{**given, "lines": lines})
         assert change in by_code(result)["loader"].change if "loader" in by_code(result) else change == "num_workers"
+
+
+def test_the_order_of_volumes_has_a_name_of_its_own(tmp_path: Path) -> None:
+    """And no edit that could be tried."""
+    found = by_code(convolutions(CONVERT, ADD).write(tmp_path, **VOLUMES))["channels-last"]
+    assert "torch.channels_last_3d" in found.change
+    assert found.edit is None
 
 
 @pytest.mark.parametrize(("sub_bytes", "code"), [(GIB, "pairs"), (3 * GIB, "norm")])

@@ -80,6 +80,10 @@ class RangeWork:
             raise ValueError("a negative count")
 
 
+VOLUME_CONVOLUTION, INSTANCE_NORM = "convolution3d", "instance_norm"
+"""Operators of a line that their shapes tell from torch's ``convolution`` and ``native_batch_norm``."""
+
+
 @dataclass(frozen=True)
 class OperatorLine:
     """What a line of the user's own made one operator do in a step, ``count`` times, under ranges of the same kinds.

@@ -31,6 +31,7 @@ from profkit.analysis.step_replay.kernel_edits import is_convolution, is_recurre
 from profkit.analysis.step_replay.steps import ReplayedStep
 from profkit.analysis.summary import PRODUCTS, SMALL
 from profkit.names import BACKWARD, OPTIMIZER, kind_of
+from profkit.run.work import INSTANCE_NORM, VOLUME_CONVOLUTION
 
 _ALIGNED: By = {"least": 0.15, "expected": 0.45, "most": 0.8}
 """What products of other sizes take of the time of misaligned ones, where their FLOPs are unknown."""
@@ -423,18 +424,27 @@ def _needless_masks(evidence: Evidence) -> Iterator[Cause]:
 
 
 def _layout_conversions(evidence: Evidence) -> Iterator[Cause]:
-    """Convolutions whose kernels want another order of the axes than the tensors have."""
+    """Convolutions whose kernels want another order of the axes than the tensors have.
+
+    Between norms that know one order alone, as torch's group and instance norms, each convolution converts anyway.
+    """
     kernels = [one for one in evidence.kernels if _CONVERTS.search(one.name)]
     convolutions = sum(is_convolution(one.name) and one not in kernels for one in evidence.kernels)
-    if kernels and len(kernels) >= _CONVERTED * convolutions:
+    called = Counter[str]()
+    for line in evidence.operator_lines:
+        called[line.operator] += line.count
+    old_norms = called["native_group_norm"] + called[INSTANCE_NORM]
+    has_old_norms = 2 * old_norms > called["convolution"] + called[VOLUME_CONVOLUTION]
+    if kernels and len(kernels) >= _CONVERTED * convolutions and not has_old_norms:
+        of_volumes = called[VOLUME_CONVOLUTION] > called["convolution"]
         yield Cause(
             code="channels-last",
             cause=f"{len(kernels)} kernels a step convert the layout of images",
             detail=" for convolutions",
             module=_busiest(kernels),
-            change="model.to(memory_format=torch.channels_last), and the images too",
+            change=f"model.to(memory_format=torch.channels_last{'_3d' * of_volumes}), and the images too",
             changes=edits("channels-last"),
-            edit="channels-last",
+            edit=None if of_volumes else "channels-last",
             evidence={"conversion_ns": sum(one.duration_ns for one in kernels), "kernels": len(kernels)},
         )
 

@@ -58,7 +58,15 @@ from profkit.names import (
     read_launch_range,
 )
 from profkit.run.compiled_code import Launch
-from profkit.run.work import FUSED, DenseTable, OperatorLine, RunWork, UnreadGradients
+from profkit.run.work import (
+    FUSED,
+    INSTANCE_NORM,
+    VOLUME_CONVOLUTION,
+    DenseTable,
+    OperatorLine,
+    RunWork,
+    UnreadGradients,
+)
 
 _CTC_LOSS = "torch.ctc_loss"
 _OF_BATCH = 3
@@ -66,6 +74,9 @@ _OF_BATCH = 3
 _COMPILED = "compiled code"
 _REPLAY = "replayed CUDA graphs"
 _DENSE_GRADIENTS = ("embedding_dense_backward", "_embedding_bag_dense_backward")
+_BATCH_NORMS = ("native_batch_norm", "cudnn_batch_norm")
+_VOLUMES = 5
+"""Dimensions of a batch of volumes."""
 _FUSED_ATTENTION = re.compile(r"_scaled_dot_product_\w*?attention(_for_cpu)?")
 _STEP = re.compile(rf"{STEP} \d+|{WARMUP}|{COUNTED}")
 
@@ -349,7 +360,7 @@ class WorkCounter(OperatorMode, RangeObserver):
                 work = describe_call(func, args, kwargs, returned, self._buffers)
                 if work is not None:
                     self._did(work, threading.get_ident())
-                    self._note_line(work, sys._getframe(1))
+                    self._note_line(work, _name_by_shape(work.name, args), sys._getframe(1))
                     if work.name == "convolution":
                         self._repeated.convolves(self._innermost(), tuple(args[0].shape[2:]))
                     if work.name in _DENSE_GRADIENTS:
@@ -376,13 +387,13 @@ class WorkCounter(OperatorMode, RangeObserver):
         for follower in (self._repeated, self._computed, self._needed, self._apart):
             follower.did(innermost, work)
 
-    def _note_line(self, work: OperatorWork, frame: FrameType) -> None:
+    def _note_line(self, work: OperatorWork, name: str, frame: FrameType) -> None:
         """Count an operator for the line of the user's own that calls it, unless backward or the optimizer does."""
         path = tuple(map(kind_of, self._innermost().path))
         place = None if {BACKWARD, OPTIMIZER}.intersection(path) else find_place(frame)
         if place is None or threading.get_ident() != self._main:
             return
-        sums = self._lines.setdefault((path, work.name, work.dtype, place), Counter())
+        sums = self._lines.setdefault((path, name, work.dtype, place), Counter())
         sums["count"] += 1
         sums["flops"] += work.products.flops
         sums["bytes"] += sum(access.bytes for access in (*work.reads, *work.writes))
@@ -403,6 +414,16 @@ class WorkCounter(OperatorMode, RangeObserver):
 
 def _as_numbers(value: Any) -> Any:
     return value.reshape(-1).tolist() if isinstance(value, torch.Tensor) else value
+
+
+def _name_by_shape(operator: str, args: Sequence[Any]) -> str:
+    """Return an operator's name, by which a volume's convolution is told from an image's, and a norm of each image.
+
+    torch's instance norm is its batch norm of one sample that has all samples' channels.
+    """
+    if operator == "convolution" and args[0].dim() == _VOLUMES:
+        return VOLUME_CONVOLUTION
+    return INSTANCE_NORM if operator in _BATCH_NORMS and args[0].shape[0] == 1 else operator
 
 
 def _describe_lines(lines: dict[_OperatorPlace, Counter[str]]) -> Iterator[OperatorLine]:
