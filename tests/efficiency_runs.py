@@ -104,6 +104,7 @@ def two_steps_work(**changes: Any) -> dict[str, Any]:
     ]
     content = {
         "version": 1,
+        "source": "formula",
         "dtype": "bf16",
         "ranges": ranges,
         "model_flops": 9_000,

@@ -275,17 +275,27 @@ def test_a_range_on_an_autograd_thread_ends_with_the_backward_call(tmp_path: Pat
     assert not opened.attribution.trace.ranges.is_open.any()
 
 
-def test_replicas_lie_in_the_call_of_the_model_that_waits_for_them(tmp_path: Path) -> None:
-    """Main calls a model; two other threads work for it in a range each."""
+@pytest.mark.parametrize("inside", ["replica", "forward", "inference"])
+@pytest.mark.parametrize("is_host_busy", [False, True])
+def test_replicas_lie_in_the_call_of_the_model_that_waits_for_them(
+    inside: str, is_host_busy: bool, tmp_path: Path
+) -> None:
+    """Main calls a model; two other threads work for it in a range each.
+
+    Recordings of before the name ``replica`` hold a forward pass there: no replica's if main goes on meanwhile.
+    """
     ranges: Rows = [("forward", 0, 500), ("model", 10, 490)]
     kernels: Rows = [([20], 1), ([400], 3)]
     for number, thread in enumerate((OTHER, OTHER + 1)):
-        ranges += [("replica", 100 + number, 300 + number, thread), ("layer", 105 + number, 295 + number, thread)]
+        ranges += [(inside, 100 + number, 300 + number, thread), ("layer", 105 + number, 295 + number, thread)]
         kernels.append(([launch + number for launch in (110, 120, 130, 140)], 10, thread))
-    opened = _open(ranges, kernels, tmp_path, [])
+    opened = _open(ranges, kernels, tmp_path, [(call, 1) for call in (115, 125, 135)] if is_host_busy else [])
     paths = {row.path: row.kernel_time_ns for row in opened.ranges().ranges}
     replicas = {"forward/model/replica": 80, "forward/model/replica/layer": 80}
-    assert paths == {"forward": 84, "forward/model": 84, **replicas}
+    if not is_host_busy:
+        assert paths == {"forward": 84, "forward/model": 84, **replicas}
+    elif inside == "forward":
+        assert paths == {"forward": 84, "forward/model": 4, "forward/layer": 80}
 
 
 def test_work_of_an_adopted_range_has_its_host_where_a_range_that_ends_elsewhere_is_innermost(tmp_path: Path) -> None:

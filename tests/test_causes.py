@@ -264,7 +264,7 @@ def works(*lines: tuple[str, str, int, int], **more: Any) -> dict[str, Any]:
     counts = {"dtype": "float32", "count": 4, "flops": 0, "function": "forward", "file": "/code/model.py"}
     return {
         "work": {
-            **{"version": 1, "dtype": None, "ranges": [], "model_flops": 0, "missing": []},
+            **{"version": 1, "source": "counted", "dtype": None, "ranges": [], "model_flops": 0, "missing": []},
             "lines": [
                 {
                     **counts,
@@ -586,7 +586,7 @@ def counted_products(neighbour: str, least_bytes: int) -> tuple[Program, dict[st
     usual = {"other_flops": 0, "needed_flops": 0, "instances": 1, "varies": False, "least_bytes": least_bytes}
     counts = {path: {"flops": round(count), "flops_by_dtype": {"bf16": round(count)}} for path, count in flops.items()}
     ranges = [{"path": names[path], **usual, **counts[path]} for path in flops]
-    work = {"version": 1, "dtype": "bf16", "ranges": ranges, "model_flops": 0, "missing": []}
+    work = {"version": 1, "source": "counted", "dtype": "bf16", "ranges": ranges, "model_flops": 0, "missing": []}
     head = within("forward/model/head", launch(MISALIGNED, 2 * MS, 2))
     body = within("forward/model/body", launch(NVJET, MS), launch(neighbour, MS))
     return equal_steps(head, body, wait), {"work": work, "gpu": "NVIDIA H200"}

@@ -82,7 +82,7 @@ def advise(
     start_run(folder, **{"device": "cpu", "attached": {"steps": steps}, "conditions": all_conditions, **facts})
     write_lines(folder / "lines.jsonl", split_lines(LineSteps(steps, **(loader or {})), lines))
     if dtype is not None:
-        work = {"version": 1, "dtype": dtype, "model_flops": 10, "missing": [], "ranges": []}
+        work = {"version": 1, "source": "counted", "dtype": dtype, "model_flops": 10, "missing": [], "ranges": []}
         (folder / "work.json").write_text(json.dumps(work))
     opened = open_capture(folder)
     return find_advice(opened, summarize_capture(opened))

@@ -62,7 +62,7 @@ def test_a_run_gives_every_range_its_work_by_its_path(tmp_path: Path) -> None:
     assert layers.ceiling_share == pytest.approx(5_000 / 320 / 1_000)
     assert layers.bytes_per_s == pytest.approx(320 / 320e-9)
     assert layers.intensity == pytest.approx(5_040 / 320)
-    assert (result.work_source, result.dtype, result.model_flops) == ("counted", "bf16", 9_000)
+    assert (result.work_source, result.dtype, result.model_flops) == ("formula", "bf16", 9_000)
     numbered = rows_by_path(read_trace(tmp_path).efficiency(numbered=True))
     assert numbered["step 1/forward/layer 1"].flops == 1_500
 
@@ -317,7 +317,7 @@ def test_the_parts_of_every_row_sum(tmp_path_factory: pytest.TempPathFactory, so
 
 
 def test_what_is_not_counted_is_said_and_fused_kernels_of_compiled_code_in_a_line_of_their_own() -> None:
-    work = RunWork(1, "bf16", (), 0, (FUSED, "triton::f"))
+    work = RunWork(1, "counted", "bf16", (), 0, (FUSED, "triton::f"))
     facts = RunFacts(None, None, work, None, None, None, None)
     assert {one.code: one.message for one in facts.find_doubts()} == {
         "uncounted-fused": "of fused kernels of compiled code only matrix products are counted: their other work and "

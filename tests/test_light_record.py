@@ -105,7 +105,9 @@ _NO_NUMBERS = "holds something else than whole numbers"
         ('"bytes":[4096]', '"bytes":[true]', ":3: .*collectives.bytes"),
         ('"bytes":[4096]', '"bytes":[99999999999999999999]', ":3: .*a number that is too large"),
         ('"group":[0]', '"group":[null]', ":3: .*collectives.group"),
-        ('"version":3', '"version":2', ": has version 2, and this profkit reads version 3"),
+        ('"version":3', '"version":1', ": version 1, .* no longer reads; record the run again"),
+        ('"version":3', '"version":2', ": version 2, .* no longer reads; record the run again"),
+        ('"version":3', '"version":4', ": version 4, .* newer profkit"),
         ('"kind":"header"', '"kind":"head"', ": .* has no header"),
     ],
 )

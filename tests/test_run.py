@@ -44,7 +44,7 @@ def test_a_run_holds_trace_work_and_manifest_and_no_more(kineto_run: tuple[Path,
     run, _ = kineto_run
     assert names_in(run) == ["manifest.json", "trace.json.gz", "work.json"]
     work = read_work(run / "work.json")
-    assert work.missing == ()
+    assert (work.source, work.missing) == ("counted", ())
     ffn = work.find(("forward", "layer 1", "ffn"))
     assert ffn is not None
     assert ffn.flops_by_dtype == {"fp32": 6 * 2 * 32 * 128 * 512}

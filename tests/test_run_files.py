@@ -31,6 +31,7 @@ from tests.run_builder import start_run
 
 WORK: dict[str, Any] = {
     "version": 1,
+    "source": "counted",
     "dtype": "bf16",
     "ranges": [
         {
@@ -69,11 +70,11 @@ def _write(path: Path, content: Any) -> Path:
 
 def test_work_that_is_written_comes_back(tmp_path: Path) -> None:
     work = read_work(_write(tmp_path / "work.json", WORK))
-    assert (work.dtype, work.model_flops, work.missing) == ("bf16", 300, ("aten::made_up",))
+    assert (work.source, work.dtype, work.model_flops, work.missing) == ("counted", "bf16", 300, ("aten::made_up",))
     layer = RangeWork(
         ("forward", "layer 0"), 100, 7, 400, {"bf16": 90, "fp32": 10}, 2, True, recomputed_flops=30, needed_flops=60
     )
-    assert work == RunWork(1, "bf16", (layer,), 300, ("aten::made_up",))
+    assert work == RunWork(1, "counted", "bf16", (layer,), 300, ("aten::made_up",))
     assert (work.find(("forward", "layer 0")), work.find(("forward",))) == (layer, None)
     write_record(tmp_path / "again.json", work)
     assert read_work(tmp_path / "again.json") == work
@@ -114,6 +115,7 @@ WHOLE: dict[str, dict[str, Any]] = {"work.json": WORK, "ceilings.json": CEILINGS
         ("work.json", {"ranges": [{**ROW, "least_bytes": None}]}, r"ranges\[0\]\.least_bytes is null"),
         ("work.json", {"ranges": [{**ROW, "flops_by_dtype": []}]}, r"flops_by_dtype is \[\], not an object"),
         ("work.json", {"ranges": [{**ROW, "other_flops": True}]}, r"other_flops is true, not a whole number"),
+        ("work.json", {"source": "guessed"}, r"source is \"guessed\", not 'formula' or 'counted'"),
         ("work.json", {"version": 2}, "has version 2, and this profkit reads version 1"),
         ("work.json", {"version": "1"}, "version"),
         ("work.json", {"missing": "none"}, r"missing is \"none\", not a list"),

@@ -273,7 +273,7 @@ def test_one_step_is_counted_of_a_script_that_annotates_its_optimizer(place: Pat
 def test_the_step_after_the_recorded_ones_is_counted(unedited: tuple[Path, str]) -> None:
     assert manifest_of(unedited[0] / "run")["processes"][0]["uncounted"] is None
     work = read_work(unedited[0] / "run" / "work.json")
-    assert (work.dtype, work.missing) == ("fp32", ())
+    assert (work.source, work.dtype, work.missing) == ("counted", "fp32", ())
     first, last = 2 * 4 * 8 * 8, 2 * 4 * 8
     flops = {"/".join(one.path): one.flops for one in work.ranges}
     assert flops == {

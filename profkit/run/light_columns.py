@@ -218,7 +218,10 @@ def _take_lines(path: Path, *, is_each_checked: bool) -> tuple[LightRecord, list
         elif kind == "header":
             header = entry
             if entry["version"] != VERSION:
-                raise RunError(f"{path}: has version {entry['version']}, and this profkit reads version {VERSION}")
+                is_newer = entry["version"] > VERSION
+                newer = "is of a newer profkit; update this one"
+                why = newer if is_newer else "this profkit no longer reads; record the run again"
+                raise RunError(f"{path}: version {entry['version']}, which {why}")
 
     try:
         read_lines(path, take, "a line of a light record")

@@ -25,6 +25,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from math import isfinite
 from pathlib import Path
+from typing import Literal
 
 from profkit.errors import RunError
 from profkit.run import read_record
@@ -46,6 +47,9 @@ VERSION = 1
 FUSED = "fused kernels of compiled code, except their matrix products"
 """Stands in ``missing`` where torch.compile fused operators: their bytes and their other work are not known."""
 
+Source = Literal["formula", "counted"]
+"""``formula``: worked out from a built-in model's sizes, by profkit of before 2027. ``counted``: while a step ran."""
+
 
 @dataclass(frozen=True)
 class RangeWork:
@@ -54,7 +58,8 @@ class RangeWork:
     ``flops_by_dtype`` sums to ``flops``; its keys are those of ``profkit ceilings`` ("fp32", "tf32", "bf16", "fp16"),
     else torch's name of the type. ``instances`` is how many a step has. Where they differ (``varies``) the numbers are
     means, rounded down for each type and number, and ``flops_in_step`` are the FLOPs of all instances together by type;
-    else it is empty. Files of November 2026 may have no ``needed_flops``: None.
+    else it is empty. Files of before 2027 know no ``recomputed_flops``: 0. Some of November 2026 have no
+    ``needed_flops``: None.
     """
 
     path: tuple[RangeName, ...]
@@ -182,11 +187,13 @@ class RunWork:
 
     ``dtype`` is the one in which most of the FLOPs are done, None where there are none; ``model_flops`` those that the
     model asks for in a step, forward and backward, whatever is computed again: what MFU counts (Chowdhery et al. 2022,
-    appendix B). ``missing`` names operators without a formula. ``padding`` is None where no call had a mask, and
-    ``optimizer_steps`` says how many steps of optimizers the counted one had.
+    appendix B). ``missing`` names operators without a formula. Files of before December 2026 have no ``lines``,
+    ``unread_gradients``, ``tables``, ``independent_calls``, ``given_masks`` and ``optimizer_steps``, how many steps of
+    optimizers the counted one had, and no ``padding``: None where no call had a mask.
     """
 
     version: int
+    source: Source
     dtype: Word | None
     ranges: tuple[RangeWork, ...]
     model_flops: int

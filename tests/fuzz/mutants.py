@@ -343,7 +343,7 @@ def _run_files() -> dict[str, Any]:
             "warnings": ["one"],
         },
         "work.json": {
-            "version": 1, "dtype": "fp32", "model_flops": 300, "missing": [],
+            "version": 1, "source": "counted", "dtype": "fp32", "model_flops": 300, "missing": [],
             "ranges": [{"path": ["forward", "layer 0"], "flops": 100, "needed_flops": 60, "least_bytes": 400}],
         },
         "ceilings.json": {

@@ -198,6 +198,7 @@ class RangeWorks:
         if facts.work is not None:
             by_path = {work.path: work for work in facts.work.ranges}
             self._known = [_look_up(by_path, names) for names in nodes.names_above()]
+        self._source = facts.work.source if facts.work is not None else ""
         self._payload = np.full(len(trace.ranges), -1, dtype=np.int64)
         for index, value in trace.ranges.payload.items():
             if isinstance(value, int) and value >= 0 and trace.names[int(trace.ranges.domain[index])] == "":
@@ -206,7 +207,7 @@ class RangeWorks:
     def source(self, members: Ints) -> str | None:
         """Return where the figures for these ranges come from; None if none is known."""
         if any(self._known[node] is not None for node in distinct_values(self._node[members]).tolist()):
-            return "counted"
+            return self._source
         return "payload" if (self._payload[members] >= 0).any() else None
 
     def total(self, members: Ints) -> Amount:

@@ -29,6 +29,7 @@ from profkit.analysis.placing.other_threads import (
     WaitingThreads,
     end_with_backward,
     mirror_forward_ranges,
+    name_replicas,
 )
 from profkit.errors import Finding, TraceError
 from profkit.trace.columns import (
@@ -277,6 +278,7 @@ def attribute_work(trace: Trace, *, thread_only: bool = False) -> Attribution:
     # One more entry, so that a launch outside every range (-1) finds no adopter.
     waiting, adopter = None, np.full(len(trace.ranges) + 1, NO_RANGE, dtype=np.int64)
     if not thread_only and trace.measure == "gpu-kernel":
+        trace = name_replicas(trace, parent)
         waiting = WaitingThreads(trace, timelines)
         ended = end_with_backward(trace, timelines, parent, waiting)
         if ended is not trace:

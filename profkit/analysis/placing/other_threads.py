@@ -14,8 +14,8 @@ does: its host's gap must be ten times the usual spacing of the host's calls, an
 candidate has a range open must fall into such a gap. Else it works for itself.
 
 A replica of ``nn.DataParallel`` runs on a thread that lives for one call of the model; its ranges lie in one named
-``replica``. An autograd thread works for one ``backward`` call at a time, so no range of its own outlasts that call,
-although hooks may leave one open.
+``replica``, or in recordings of before this name in a forward pass (`name_replicas`). An autograd thread works for one
+``backward`` call at a time, so no range of its own outlasts that call, although hooks may leave one open.
 
 **Links.** torch.profiler draws a link from each forward operator to its backward operator. If the former ran in
 ``step / forward / layer 3``, the latter runs in ``step / backward``, where no range was opened for the layer. Each such
@@ -40,7 +40,7 @@ from typing import Literal
 import numpy as np
 
 from profkit.errors import TraceError
-from profkit.names import BACKWARD, RECOMPUTE, REPLICA, phase_of
+from profkit.names import BACKWARD, FORWARD, INFERENCE, RECOMPUTE, REPLICA, phase_of
 from profkit.trace.columns import Bools, Calls, Ints, Ranges, Trace, empty_ints, join_tables, rows_by_value
 from profkit.trace.nesting import NO_RANGE, ThreadTimeline, ancestors
 
@@ -48,6 +48,7 @@ AMBIGUOUS = -2
 """The host range of a launch for which two or more threads may have waited."""
 
 _AUTOGRAD = "pt_autograd"
+_PASSES = (FORWARD, INFERENCE)
 _CALLS_IN_SILENCE = 8
 _AUTOGRAD_CALLS_IN_SILENCE = 2
 _UNUSUAL_SILENCE = 10
@@ -147,6 +148,50 @@ class WaitingThreads:
             quiet &= gap_end - gap_begin >= _UNUSUAL_SILENCE * theirs.usual_spacing_ns
         in_gap = _search(mine.start_ns, gap_end, "right") - _search(mine.start_ns, gap_begin, "left")
         return (innermost != NO_RANGE) & quiet & (silent | (in_gap >= enough)), innermost
+
+
+def name_replicas(trace: Trace, parent: Ints) -> Trace:
+    """Return the trace in which the work of every replica of ``nn.DataParallel`` lies in a range `REPLICA`.
+
+    Recordings of before this name hold a forward pass in its place. Its thread began no process and is not autograd's,
+    and all that is outermost on it are such passes: each lies within a forward pass of another thread of the process,
+    which makes no CUDA call meanwhile.
+    """
+    ranges = trace.ranges
+    is_pass = np.array([phase_of(name) in _PASSES for name in trace.names], dtype=np.bool_)[ranges.name]
+    passes = _passes_of_helpers(trace, np.flatnonzero(parent == NO_RANGE), is_pass)
+    calls = _calls_by_thread(trace.calls) if passes else {}
+    renamed = [
+        index
+        for mine in passes
+        if all(_has_waiting_range(ranges, np.flatnonzero(is_pass), index, calls) for index in mine)
+        for index in mine
+    ]
+    if not renamed:
+        return trace
+    names = trace.names if REPLICA in trace.names else [*trace.names, REPLICA]
+    name = ranges.name.copy()
+    name[renamed] = names.index(REPLICA)
+    return replace(trace, names=names, ranges=replace(ranges, name=name))
+
+
+def _passes_of_helpers(trace: Trace, outermost: Ints, is_pass: Bools) -> list[list[int]]:
+    by_thread = rows_by_value(trace.ranges.thread[outermost])
+    return [
+        outermost[rows].tolist()
+        for thread, rows in by_thread.items()
+        if thread not in trace.main_threads
+        and not trace.thread_names.get(thread, "").startswith(_AUTOGRAD)
+        and is_pass[outermost[rows]].all()
+    ]
+
+
+def _has_waiting_range(ranges: Ranges, others: Ints, index: int, calls: dict[int, _ThreadCalls]) -> bool:
+    start, end = ranges.start_ns[[index]], ranges.end_ns[[index]]
+    around = others[(ranges.start_ns[others] <= start) & (ranges.end_ns[others] >= end)]
+    around = around[ranges.process[around] == ranges.process[index]]
+    hosts = {*ranges.thread[around].tolist()} & calls.keys() - {int(ranges.thread[index])}
+    return any(calls[host].none_between(start, end) for host in hosts)
 
 
 def end_with_backward(

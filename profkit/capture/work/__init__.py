@@ -182,7 +182,7 @@ def summarize_work(by_path: dict[Path, list[Work]], model_flops: int, missing: I
     outermost = min((len(row.path) for row in rows), default=0)
     whole = next((row.flops_by_dtype for row in rows if len(row.path) == outermost), {})
     dtype = max(whole, key=lambda dtype: whole[dtype], default=None)
-    return RunWork(VERSION, dtype, tuple(rows), model_flops, tuple(sorted(missing)))
+    return RunWork(VERSION, "counted", dtype, tuple(rows), model_flops, tuple(sorted(missing)))
 
 
 def _summarize_range(path: Path, instances: list[Work]) -> RangeWork:

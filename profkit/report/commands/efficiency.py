@@ -49,6 +49,7 @@ _EXACT = (
 )
 
 _SOURCES = {
+    "formula": "computed from the model's sizes",
     "counted": "counted in one step",
     "payload": "stored in the ranges by their program",
 }
