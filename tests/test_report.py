@@ -417,7 +417,8 @@ def test_a_change_is_copied_by_its_button_from_the_keyboard(page: Any) -> None:
 
 @pytest.mark.browser
 def test_the_lines_are_those_of_the_summary_and_lead_to_their_sections(page: Any, run: Path) -> None:
-    told = " ".join(run_command("summary", run, "--all").stdout.split())
+    # Commands stand in a type of their own on the page, and in backticks in a terminal.
+    told = " ".join(run_command("summary", run, "--all").stdout.split()).replace("`", "")
     labels = page.locator(".lines dt").all_inner_texts()
     assert labels[:4] == ["STEP", "LIMIT", "GPU", "WORK"]
     for line in page.locator(".lines div").all():
