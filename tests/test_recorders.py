@@ -132,6 +132,34 @@ def test_threads_that_the_program_starts_are_recorded_with_their_ranges(tmp_path
     assert row.kernel_count > 1
 
 
+def test_a_recording_ends_only_when_gloos_threads_have_noted_what_they_ran(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who waits for a collective goes on before: here gloo's thread computes for a while after that."""
+    stop, noted, at_stop = torch.profiler.profile.stop, threading.Event(), []
+
+    def compute(_future: Any) -> None:
+        total = 0
+        for number in range(2_000_000):
+            total += number
+        noted.set()
+
+    def stop_and_note(profiler: torch.profiler.profile) -> None:
+        at_stop.append(noted.is_set())
+        stop(profiler)
+
+    monkeypatch.setattr(torch.profiler.profile, "stop", stop_and_note)
+    store = torch.distributed.HashStore()
+    with ThreadPoolExecutor() as pool:  # each waits until both have come
+        first, second = pool.map(lambda rank: torch.distributed.ProcessGroupGloo(store, rank, 2), range(2))
+    with recorded_by_kineto(tmp_path / "trace.json.gz", CPU):
+        future = first.allreduce([torch.ones(4)]).get_future()
+        future.then(compute)
+        second.allreduce([torch.ones(4)])
+        future.wait()
+    assert at_stop == [True]
+
+
 def test_a_removed_directory_is_named_as_the_reason(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     folder.mkdir()

@@ -132,6 +132,8 @@ def recorded_by_kineto(
         if os.getpid() == process:  # a fork of the program drops its copy of this
             if log is not None:
                 log.read_clock()
+            else:
+                _wait_for_gloo()
             with _kineto_silent(), _detached_afterwards(log):
                 profiler.stop()
     if threading.get_ident() != thread and not _is_of_all_threads(device, log):
@@ -141,6 +143,36 @@ def recorded_by_kineto(
         finish_trace(path)
     else:
         write_range_log(log_beside(path), log.content())
+
+
+_GLOO = "pt_gloo_runloop"
+_LOOKS = 1000
+_LOOK_S = 0.001
+
+
+def _wait_for_gloo() -> None:
+    """Wait until gloo's threads rest, at most for `_LOOKS` looks.
+
+    Who waits for a collective goes on before gloo's thread has noted its end in the record, and may keep the
+    interpreter's lock from it. To stop torch.profiler frees the record: the note would be written into what is freed,
+    and the program would end in malloc. A thread rests that sleeps, and was not awake since the look before.
+    """
+    before: list[list[str]] = []
+    for _ in range(_LOOKS):
+        now = list(_thread_states(_GLOO))
+        if now == before and all("S (sleeping)" in lines[0] for lines in now):
+            return
+        before = now
+        time.sleep(_LOOK_S)  # without the interpreter's lock
+
+
+def _thread_states(name: str) -> Iterator[list[str]]:
+    """Yield what Linux says of each thread of this name: its state, and how often it fell asleep or was put aside."""
+    for path in Path("/proc/self/task").glob("*/status"):
+        with suppress(OSError):  # it has ended
+            lines = path.read_text().splitlines()
+            if lines[0].split()[-1] == name:
+                yield [line for line in lines if line.startswith("State") or "ctxt_switches" in line]
 
 
 _THREAD_ENDED = "the thread that made the steps ended while they were recorded: lower --warmup or --steps"
