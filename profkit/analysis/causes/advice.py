@@ -25,7 +25,7 @@ from profkit.analysis.causes.launches import LAUNCHES
 from profkit.analysis.causes.memory import MEMORY
 from profkit.analysis.causes.on_cpu import find_causes_on_cpu
 from profkit.analysis.causes.ranks import RANKS
-from profkit.analysis.causes.recurrent import RECURRENT
+from profkit.analysis.causes.waits import WAITS
 from profkit.analysis.step_replay.limits import OUTSIDE, Limit, StepLimits
 from profkit.analysis.step_replay.predict import StepChange, TimeAnswer
 from profkit.analysis.summary import PRODUCTS, WORTH, StepTree, Summary
@@ -74,10 +74,10 @@ Row = Callable[[Evidence], Iterator[Cause]]
 ROWS: tuple[Row, ...] = (
     *DATA_ROWS,
     *HOST,
+    *WAITS,
     *LAUNCHES,
     *KERNELS,
     *CHAINS,
-    *RECURRENT,
     *CALLS,
     *GRADIENTS,
     *MEMORY,
