@@ -46,6 +46,8 @@ MS = 1_000_000
 GIB = 2**30
 SOFTMAX = "void softmax_warp_forward<float, float, float, 9, false, false>(float *, const float *, int, int, int)"
 FLASH = "void flash_fwd_kernel<Flash_fwd_kernel_traits<64, 128, 128, 4>>(Flash_fwd_params)"
+CUDNN_ATTENTION = "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_3x_64x128x128_cga1x1x1_kernel0_0"
+CUDNN_ATTENTION_BACKWARD = "void cudnn::fusion::compute_dot_do_o_specialized<true, 64>(T1)"
 TANH = ADD.replace("CUDAFunctor_add<float>", "tanh_kernel_cuda")
 MISH = (ADD.replace("CUDAFunctor_add<float>", "direct_copy"), ADD.replace("CUDAFunctor_add", "softplus"), TANH, MUL)
 SQRT = ADD.replace("CUDAFunctor_add<float>", "sqrt_kernel_cuda")
@@ -322,6 +324,13 @@ def small_kernels(name: str) -> Program:
 def backward_that_waits() -> Program:
     backward = within("backward", *[launch(NVJET, 20_000), python(50_000), wait] * 20)
     return equal_steps(within("forward", launch(NVJET, 20_000, 20)), backward)
+
+
+def planned_attention(*pauses: int) -> Program:
+    """Attention of so many layers, before each of which Python takes so long; its backward needs no plan but one."""
+    layers = [act for pause in pauses for act in (launch(NVJET, 20_000), python(pause), launch(CUDNN_ATTENTION, 9_000))]
+    backward = [launch(CUDNN_ATTENTION_BACKWARD, 9_000), launch(NVJET, 20_000)] * len(pauses)
+    return equal_steps(within("forward", *layers), within("backward", python(max(pauses)), *backward), wait)
 
 
 def passes_of(duration: int, small: str = ADD, *, waits: bool = False) -> Program:
@@ -888,6 +897,13 @@ NEARLY: list[Case] = [
     ("attention", blocks("gate", (NVJET, 100_000), (SOFTMAX, 100_000)), {}),
     # Some calls are given a mask that hides more.
     ("attention", blocks("attn", (FLASH, 500_000)), masks(causal=3)),
+    # Python before all of it is no plan.
+    ("attention-plans", planned_attention(40 * MS, 40 * MS, 40 * MS), {}),
+    (
+        "attention-plans",
+        equal_steps(within("forward", launch(FLASH, 9_000, 9), python(40 * MS), launch(FLASH, 9_000))),
+        {},
+    ),
     # Gathering and scattering take as long in compiled code.
     ("compile", small_kernels(SCATTER), {}),
     ("anomaly", backward_that_waits(), {"conditions": {"anomaly_detection": False}}),
@@ -1127,6 +1143,7 @@ NAMED: dict[str, Case] = {
     "a pass that nobody reads": ("unread-graph", passes(4, 4), {}),
     "two passes that nobody reads": ("unread-graph", passes(4, 4, 4), {}),
     "a cache that a line empties": ("allocations", equal_steps(allocate(MS), FORWARD), EMPTIED),
+    "attention that cuDNN plans": ("attention-plans", planned_attention(40 * MS, 9_000, 9_000), {}),
     "memory that is filled": ("deterministic", with_fills(100), {"conditions": DETERMINISTIC}),
     "memory that is asked to be filled": ("deterministic", with_fills(100), {"conditions": FILLED}),
     "gradients that are filled one by one": ("zero-grad", zeroed_gradients(6), {}),

@@ -463,7 +463,7 @@ def test_a_step_in_which_the_machine_held_the_host_up_predicts_nothing(
 NOT_SHOWN = """
 graphs workers:4 pin-memory autocast:bf16 no-wait:train.py:7 no-host:train.py:7 optimizer:fused no-anomaly optimizer:sgd
 zero-grad:none tf32 checkpoint:h.* checkpoint:h.*:every=2 links:×2 kernels:nothing*:×2 compile:reduce-overhead
-channels-last cudnn-benchmark
+channels-last cudnn-benchmark no-cudnn-attention
 """
 
 

@@ -134,6 +134,7 @@ def test_what_a_script_says_itself_stays_and_is_the_reason(forks: Forks, tmp_pat
         "optimizer:foreach",
         "workers:0",
         "no-anomaly",
+        "no-cudnn-attention",
         "channels-last",
         "checkpoint:none.*",
         "tf32",
@@ -145,6 +146,7 @@ def test_what_a_script_says_itself_stays_and_is_the_reason(forks: Forks, tmp_pat
     assert reasons["optimizer:foreach"] == "optimizer:foreach: the script sets foreach=True already"
     assert reasons["workers:0"] == "workers:0: the script has 0 workers already"
     assert reasons["no-anomaly"] == "no-anomaly: the script does not turn anomaly detection on"
+    assert reasons["no-cudnn-attention"] == "no-cudnn-attention: the program uses no GPU"
     assert "no convolution" in reasons["channels-last"]
     assert "no module of Sequential matches none.*; it has 0, 1, 2, 3" in reasons["checkpoint:none.*"]
     assert reasons["tf32"] == "tf32: the program uses no GPU"

@@ -139,6 +139,13 @@ EDITS = (
         code="torch.backends.cudnn.benchmark = True",
     ),
     EditSpec(
+        "no-cudnn-attention",
+        changes_memory=False,
+        numbers=_ROUNDED,
+        trying_needs="attention that cuDNN computes, on a GPU",
+        code="torch.backends.cuda.enable_cudnn_sdp(False)",
+    ),
+    EditSpec(
         "compile",
         "compile[:default|reduce-overhead|max-autotune|max-autotune-no-cudagraphs]",
         numbers=_ROUNDED,

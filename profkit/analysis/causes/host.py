@@ -31,7 +31,7 @@ from profkit.analysis.causes.evidence import (
 )
 from profkit.analysis.step_replay import LAUNCH
 from profkit.analysis.step_replay.edits import find_pageable_copies
-from profkit.analysis.step_replay.kernel_edits import is_convolution
+from profkit.analysis.step_replay.kernel_edits import find_attention_plans, is_convolution
 from profkit.analysis.step_replay.limits import OUTSIDE, Limit
 from profkit.analysis.step_replay.steps import ReplayedStep
 from profkit.analysis.time_account.gpu_time import LONGEST_PAUSE_NS
@@ -310,6 +310,30 @@ def _allocations(evidence: Evidence) -> Iterator[Cause]:
     )
 
 
+def _attention_plans(evidence: Evidence) -> Iterator[Cause]:
+    """cuDNN plans its attention on the CPU for each size that is new, and the lengths of most batches are."""
+    step = evidence.step
+    plans = [] if step is None else find_attention_plans(step)
+    if step is None or not plans:
+        return
+    planning_ns = sum(step.columns.gap_ns[call] for call in plans)
+    modules = [module for module in (step.module[call] for call in plans) if module is not None]
+    lines = [line for line in evidence.lines if line.method == "scaled_dot_product_attention"]
+    line = max(lines, key=lambda line: line.time_ns, default=None)
+    yield Cause(
+        code="attention-plans",
+        cause=f"attention is planned anew for {name_ms(planning_ns)} a step",
+        detail=" by cuDNN, once for each length",
+        line=None if line is None else source_line(line),
+        module=max(modules, key=modules.count, default=None),
+        change="torch.backends.cuda.enable_cudnn_sdp(False), or batches of few lengths",
+        changes=edits("no-cudnn-attention"),
+        edit="no-cudnn-attention",
+        costs="attention's kernels may take longer; where lengths are few, all are planned after some steps",
+        evidence={"plans": len(plans), "planning_ns": planning_ns},
+    )
+
+
 def _collections(evidence: Evidence) -> Iterator[Cause]:
     """Python collects garbage in most steps, and looks at all objects of the process for it."""
     paused_ns = evidence.usual_time_in(COLLECTING, "full_collections")
@@ -376,6 +400,7 @@ def _blocking_launches(evidence: Evidence) -> Iterator[Cause]:
 
 
 HOST = (
+    _attention_plans,
     _collections,
     _recompilations,
     _python_lines,

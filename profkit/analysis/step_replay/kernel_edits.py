@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from bisect import bisect_left
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from fnmatch import fnmatchcase
@@ -11,6 +12,7 @@ from typing import NamedTuple
 
 from profkit.analysis.kernels import categorize, product_dtype
 from profkit.analysis.step_replay import COPY, StepColumns
+from profkit.analysis.step_replay.calibrate import PAUSE_NS
 from profkit.analysis.step_replay.edits import (
     CannotPredictError,
     Setting,
@@ -35,6 +37,10 @@ _RECURRENT = re.compile("RNN|(?:LSTM|GRU)_elementWise")
 """Kernels of cuDNN's recurrent layers."""
 _FUSED = {"least": 0.4, "expected": 0.58, "most": 0.9}
 """What is left of the time of small kernels when a compiler has fused them; the median of nine programs was 0.56."""
+_CUDNN_ATTENTION = re.compile("cudnn.*(sdpa|compute_dot_do_o)")
+"""What cuDNN's attention launches first, in forward and in backward."""
+_FLASH = {"least": 1.0, "expected": 1.4, "most": 2.0}
+"""How many times as long as cuDNN's attention PyTorch's own flash attention takes."""
 _REPLAYING = ("reduce-overhead", "max-autotune")
 """Modes of torch.compile that replay CUDA graphs."""
 _REPLAY_NS = {"least": 80_000, "expected": 180_000, "most": 400_000}
@@ -299,6 +305,36 @@ def use_channels_last(columns: StepColumns, setting: Setting) -> StepColumns:
     for row in conversions:
         own_ns[columns.launcher[row]] = 0
     return drop_operations(replace(columns, own_ns=own_ns), conversions)
+
+
+def find_attention_plans(step: ReplayedStep) -> list[int]:
+    """Return the calls before which the host stands still to plan cuDNN's attention for sizes that it has not had.
+
+    Pauses before at most half of a step's attention are plans: what Python does before all of it is none.
+    """
+    columns = step.columns
+    launches = [
+        (call, _CUDNN_ATTENTION.search(step.names[row]) is not None)
+        for call, row in zip(columns.launcher, columns.row.tolist(), strict=True)
+        if step.categories[row] != "fill"
+    ]
+    plans = []
+    for call, gap_ns in enumerate(columns.gap_ns):
+        if gap_ns > PAUSE_NS:
+            following = bisect_left(launches, (call,))
+            plans += [call] if any(is_planned for _, is_planned in launches[following : following + 1]) else []
+    return plans if 2 * len(plans) <= sum(is_planned for _, is_planned in launches) else []
+
+
+def use_flash_attention(columns: StepColumns, setting: Setting) -> StepColumns:
+    """PyTorch's own flash attention, which needs no plan for each size, computes what cuDNN's does."""
+    rows = find_rows(columns, setting, lambda name, _: _CUDNN_ATTENTION.search(name) is not None)
+    if not rows:
+        raise CannotPredictError("by its kernels' names the step has no attention of cuDNN's")
+    plans, gap = set(find_attention_plans(setting.step)), list(columns.gap_ns)
+    gap = [0 if call in plans else gap_ns for call, gap_ns in enumerate(gap)]
+    factor = _FLASH[setting.world]
+    return change_durations(replace(columns, gap_ns=gap), rows, lambda time_ns: time_ns * factor)
 
 
 def benchmark_convolutions(columns: StepColumns, setting: Setting) -> StepColumns:

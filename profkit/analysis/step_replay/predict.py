@@ -38,6 +38,7 @@ from profkit.analysis.step_replay.kernel_edits import (
     stop_anomaly_detection,
     use_bf16,
     use_channels_last,
+    use_flash_attention,
     use_tf32,
 )
 from profkit.analysis.step_replay.lanes import StepLanes, lay_out_lanes
@@ -105,6 +106,7 @@ CHANGES = {
             benchmark_convolutions,
             bound="cudnn-benchmark is a bound: which kernel is fastest only a run shows",
         ),
+        StepChange("no-cudnn-attention", use_flash_attention, "how fast the other attention is"),
         StepChange("compile", compile_model, "which kernels a compiler fuses"),
         StepChange("graphs", launch_as_graph, "what launching a graph takes for each kernel"),
         StepChange(

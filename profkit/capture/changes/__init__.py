@@ -152,6 +152,23 @@ class CudnnBenchmark(_Setting):
         return f"{held}, in which convolutions ran"
 
 
+class NoCudnnAttention(_Setting):
+    """`scaled_dot_product_attention` is computed by another implementation than cuDNN's, which plans each size."""
+
+    what = "attention without cuDNN"
+
+    def is_on(self) -> bool:
+        return not torch.backends.cuda.cudnn_sdp_enabled()
+
+    def turn_on(self) -> None:
+        torch.backends.cuda.enable_cudnn_sdp(False)
+
+    def prove(self) -> str:
+        held = super().prove()
+        self.require(torch.cuda.is_initialized(), NO_GPU)
+        return held
+
+
 def is_convolution(module: nn.Module) -> bool:
     return isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d)
 

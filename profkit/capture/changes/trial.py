@@ -21,7 +21,16 @@ import torch
 from torch import Tensor, distributed
 
 from profkit.capture import describe_error, find_failure, say
-from profkit.capture.changes import AllocatorSettings, Change, CudnnBenchmark, NoAnomaly, NotMadeError, Tf32, Threads
+from profkit.capture.changes import (
+    AllocatorSettings,
+    Change,
+    CudnnBenchmark,
+    NoAnomaly,
+    NoCudnnAttention,
+    NotMadeError,
+    Tf32,
+    Threads,
+)
 from profkit.capture.changes.program import (
     Autocast,
     Batch,
@@ -54,6 +63,7 @@ MAKERS: dict[str, Callable[[str], Change]] = {
     "compile": Compile,
     "cudnn-benchmark": CudnnBenchmark,
     "no-anomaly": NoAnomaly,
+    "no-cudnn-attention": NoCudnnAttention,
     "optimizer": OptimizerKeyword,
     "pin-memory": PinMemory,
     "tf32": Tf32,
