@@ -333,6 +333,13 @@ def planned_attention(*pauses: int) -> Program:
     return equal_steps(within("forward", *layers), within("backward", python(max(pauses)), *backward), wait)
 
 
+def searched_convolution(between: str = CONVERT) -> Program:
+    """A convolution of 400 µs, of which five kernels are tried before, each for 600 µs: the host waits for each."""
+    tried = [act for _ in range(5) for act in (wait, launch(CONVOLUTION, 600_000), launch(between, 9_000), wait)]
+    layer = within("forward", within("conv", *tried, launch(CONVOLUTION, 400_000), launch(ADD, 9_000)))
+    return equal_steps(layer, within("backward", launch(CONVOLUTION, 800_000)), wait)
+
+
 def passes_of(duration: int, small: str = ADD, *, waits: bool = False) -> Program:
     kernels = [launch(name, duration) for name in (NVJET, small, NVJET, SUM)] * 40
     phases = [within(phase, *kernels, *[wait] * waits) for phase in ("forward", "backward")]
@@ -904,6 +911,9 @@ NEARLY: list[Case] = [
         equal_steps(within("forward", launch(FLASH, 9_000, 9), python(40 * MS), launch(FLASH, 9_000))),
         {},
     ),
+    ("convolution-search", searched_convolution(), {"conditions": {"cudnn_benchmark": False}}),
+    # The waits are the program's own.
+    ("convolution-search", searched_convolution(ADD), {"conditions": {"cudnn_benchmark": True}}),
     # Gathering and scattering take as long in compiled code.
     ("compile", small_kernels(SCATTER), {}),
     ("anomaly", backward_that_waits(), {"conditions": {"anomaly_detection": False}}),
@@ -1144,6 +1154,11 @@ NAMED: dict[str, Case] = {
     "two passes that nobody reads": ("unread-graph", passes(4, 4, 4), {}),
     "a cache that a line empties": ("allocations", equal_steps(allocate(MS), FORWARD), EMPTIED),
     "attention that cuDNN plans": ("attention-plans", planned_attention(40 * MS, 9_000, 9_000), {}),
+    "a search for convolutions": (
+        "convolution-search",
+        searched_convolution(),
+        {"conditions": {"cudnn_benchmark": True}},
+    ),
     "memory that is filled": ("deterministic", with_fills(100), {"conditions": DETERMINISTIC}),
     "memory that is asked to be filled": ("deterministic", with_fills(100), {"conditions": FILLED}),
     "gradients that are filled one by one": ("zero-grad", zeroed_gradients(6), {}),

@@ -307,6 +307,18 @@ def without_calls(name: str, choose: Choose) -> StepChange:
     return StepChange(name, apply)
 
 
+def drop_stretches(name: str, find: Callable[[ReplayedStep], Iterable[range]], assumption: str) -> StepChange:
+    """Return the change that drops stretches of calls, with what they launch, wait for, and the Python before them."""
+
+    def apply(columns: StepColumns, setting: Setting) -> StepColumns:
+        calls = [call for stretch in find(setting.step) for call in stretch]
+        rows = columns.rows_of(calls)
+        waits = [call for call in calls if columns.kind[call] == WAIT]
+        return drop_operations(drop_calls(stop_waiting(columns, waits, setting.constants), calls), rows)
+
+    return StepChange(name, apply, assumption)
+
+
 def drop_own_waits(line: LineTime) -> StepChange:
     """Return the change after which a line does not wait for the GPU itself; the lines that it calls still do."""
 

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from itertools import pairwise
+from itertools import accumulate, groupby, pairwise
 from pathlib import PurePath
 
 from profkit.analysis.causes.calls import unread_graphs
 from profkit.analysis.causes.changes import (
+    drop_stretches,
     launch_without_waiting,
     shorten_gaps,
     without_calls,
@@ -29,7 +30,7 @@ from profkit.analysis.causes.evidence import (
     name_times,
     source_line,
 )
-from profkit.analysis.step_replay import LAUNCH
+from profkit.analysis.step_replay import LAUNCH, WAIT
 from profkit.analysis.step_replay.edits import find_pageable_copies
 from profkit.analysis.step_replay.kernel_edits import find_attention_plans, is_convolution
 from profkit.analysis.step_replay.limits import OUTSIDE, Limit
@@ -47,6 +48,8 @@ _COVERED = 0.5
 """A line whose time is at least by this share long pauses between CUDA calls runs Python; else it prepares kernels."""
 _ALL_PAUSED = 0.8
 """A call is Python by this share of its time."""
+_TRIED = 4
+"""Fewer waits in a row are no search of cuDNN's, which waits twice for each kernel that it tries."""
 _MOSTLY = 0.5
 """A pause that is compiling by this share is all of it."""
 
@@ -334,6 +337,39 @@ def _attention_plans(evidence: Evidence) -> Iterator[Cause]:
     )
 
 
+def _searches(evidence: Evidence) -> Iterator[Cause]:
+    """cudnn.benchmark is on, and inputs have new sizes: for each, all kernels of a convolution run and are timed."""
+    step = evidence.step
+    searches = [] if step is None else [*_find_searches(step)]
+    if step is None or not searches or evidence.condition("cudnn_benchmark") is not True:
+        return
+    modules = [module for module in (step.module[search[0]] for search in searches) if module is not None]
+    yield Cause(
+        code="convolution-search",
+        cause=f"cuDNN tries all kernels of a convolution, {name_times(len(searches))}",
+        detail=": cudnn.benchmark is on, and sizes are new",
+        module=max(modules, key=modules.count, default=None),
+        change="torch.backends.cudnn.benchmark = False, or inputs of few sizes",
+        changes=[drop_stretches("convolution-search", _find_searches, "how fast convolutions are without a search")],
+        costs="convolutions may take longer; where sizes are few, all are tried after some steps",
+        evidence={"searches": len(searches), "waits": sum(map(len, map(step.columns.waits_among, searches)))},
+    )
+
+
+def _find_searches(step: ReplayedStep) -> Iterator[range]:
+    """Yield the calls of each search: waits for convolutions in one module and phase, without a kernel of torch's."""
+    columns = step.columns
+    names = [step.names[row] for row in columns.row.tolist()]
+    of_torch = accumulate(any("at::native" in names[row] for row in range(*rows)) for rows in columns.launches)
+    places = [*zip(step.phase, step.module, of_torch, strict=True)]
+    waits = (call for call, kind in enumerate(columns.kind) if kind == WAIT)
+    for _, group in groupby(waits, key=places.__getitem__):
+        tried = [*group]
+        search = range(tried[0], tried[-1] + 1)
+        if len(tried) >= _TRIED and any(is_convolution(names[row]) for row in columns.rows_of(search)):
+            yield search
+
+
 def _collections(evidence: Evidence) -> Iterator[Cause]:
     """Python collects garbage in most steps, and looks at all objects of the process for it."""
     paused_ns = evidence.usual_time_in(COLLECTING, "full_collections")
@@ -401,6 +437,7 @@ def _blocking_launches(evidence: Evidence) -> Iterator[Cause]:
 
 HOST = (
     _attention_plans,
+    _searches,
     _collections,
     _recompilations,
     _python_lines,
