@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from profkit import compare
-from profkit.analysis.compare.provenance import Difference
+from profkit.analysis.compare.comparison import Difference
 from profkit.analysis.opened import OpenedCapture
 from profkit.analysis.placing.attribution import Attribution
 from profkit.errors import UsageError

@@ -15,8 +15,8 @@ from hypothesis.extra.numpy import arrays
 
 from profkit import read_trace
 from profkit.analysis.compare import StepSamples, has_measured_steps, reduce_work, sample_both, sample_steps
+from profkit.analysis.compare.comparison import Provenance, compare_provenance, find_origin
 from profkit.analysis.compare.kernel_changes import compare_times
-from profkit.analysis.compare.provenance import Provenance, compare_provenance, find_origin
 from profkit.analysis.statistics import FEWEST, interval_of_means, interval_of_step_times, value_exceeded
 from profkit.analysis.tree import join_path
 from profkit.errors import UsageError

@@ -13,7 +13,7 @@ import pytest
 
 from profkit import read_trace
 from profkit.errors import RunError
-from profkit.launch.another_try import why_not_twice
+from profkit.launch.passes import why_not_twice
 from profkit.launch.record import own_compiler_cache
 from profkit.names import LaunchPlace, graph_range, launch_range, read_graph_range, read_launch_range
 from profkit.run import compiled_code

@@ -24,7 +24,7 @@ from profkit.capture.steps.times import Mark, Span  # noqa: E402
 from profkit.run.directory import Run  # noqa: E402
 from profkit.run.light_columns import read_light  # noqa: E402
 from profkit.run.light_record import LightRecord, StepRecord  # noqa: E402
-from profkit.trace.kineto_gpu import CollectiveArguments  # noqa: E402
+from profkit.trace.kineto import CollectiveArguments  # noqa: E402
 
 RANKS = 4
 

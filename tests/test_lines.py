@@ -22,8 +22,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from profkit.analysis.lines import choose_lines, find_lines
-from profkit.analysis.rare_steps import RareSteps, find_rare_steps
+from profkit.analysis.lines import RareSteps, choose_lines, find_lines, find_rare_steps
 from profkit.analysis.summarize import summarize_capture
 from profkit.analysis.time_account.step_times import summarize_step_times
 from profkit.capture import line_samples, lines

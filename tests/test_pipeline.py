@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from profkit.analysis.ranks.groups import bus_factor
+from profkit.analysis.ranks.comparison import bus_factor
 from profkit.joining import read_ranks
 from profkit.run.light_record import Collectives, Group, LightRecord, StepRecord
 from tests.rank_builder import (

@@ -34,9 +34,8 @@ pytest.importorskip("torch")
 
 from profkit import read_trace
 from profkit.analysis.time_account.steps import measured_ranges
-from profkit.launch import another_try
-from profkit.launch.another_try import find_another_try, why_not_twice
-from profkit.launch.passes import Outcome, why_no_step
+from profkit.launch import passes
+from profkit.launch.passes import Outcome, find_another_try, why_no_step, why_not_twice
 from profkit.run.recording import describe_step
 from tests.forked_scripts import Forks
 from tests.golden import check_text
@@ -277,7 +276,7 @@ def test_too_many_files_to_look_at_speak_against_a_second_run(
     since: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "data").mkdir()
-    monkeypatch.setattr(another_try, "_MOST_ENTRIES", 0)
+    monkeypatch.setattr(passes, "_MOST_ENTRIES", 0)
     assert why_not_twice(["python"], since, tmp_path / "run") == (
         "its folders hold too many files to see whether it wrote one (over 0)"
     )

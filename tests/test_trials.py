@@ -16,8 +16,8 @@ from profkit.analysis.trials import Trial, find_best, latest_trials, summarize_t
 from profkit.errors import RunError
 from profkit.launch.trials import _combine
 from profkit.reading import open_capture
+from profkit.report.commands.edits import describe_trial, write_change, write_code
 from profkit.report.commands.summary import build_summary_document
-from profkit.report.commands.trials import describe_trial, write_change, write_code
 from profkit.report.document import render
 from profkit.report.page.page import render_report
 from profkit.run.edits import (

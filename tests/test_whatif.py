@@ -13,7 +13,7 @@ import pytest
 from profkit import read_snapshot
 from profkit.allocator import format_settings, list_variants, parse_settings
 from profkit.errors import UsageError
-from profkit.report.commands.whatif import build_whatif_document
+from profkit.report.commands.edits import build_whatif_document
 from profkit.report.document import render
 from tests.allocator_reference import MIB, ReferenceAllocator, recording
 from tests.golden import check_text

@@ -33,7 +33,7 @@ from profkit.capture.work import (  # noqa: E402
     Instance,
     Work,
     WorkAccount,
-    masks,
+    needless,
     operators,
 )
 from profkit.capture.work.counter import WorkCounter  # noqa: E402
@@ -365,8 +365,8 @@ def test_masks_of_attention_are_causal_or_empty_or_needed() -> None:
 
 
 def test_a_mask_that_is_too_large_to_look_at_counts_as_needed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(masks, "_LARGEST", 16)
-    looked = masks.Masks()
+    monkeypatch.setattr(needless, "_LARGEST", 16)
+    looked = needless.Masks()
     for size in (4, 6):
         looked.add_attention("attn", torch.ones(size, size, dtype=torch.bool).expand(2, 3, size, size))
     assert [*looked.given()] == [GivenMask("attn", calls=2, causal=0, empty=1)]
@@ -713,7 +713,7 @@ def test_parameters_that_nobody_can_follow_are_a_reason_to_count_nothing(
 
     hooks, optimizer = _hooks(), torch.optim.SGD([nn.Parameter(torch.zeros(2))])
     hooks.optimizers.note_step(optimizer)
-    monkeypatch.setattr("profkit.capture.work.gradients.storage_of", fail)
+    monkeypatch.setattr("profkit.capture.work.needless.storage_of", fail)
     step = CountedStep(Order(str(tmp_path), "kineto", 2, 2, flops="plain", annotate=True), hooks)
     step.begin(None)
     assert (step.is_on, step.why_not) == (False, "RuntimeError: no storage")

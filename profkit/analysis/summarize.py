@@ -10,14 +10,13 @@ import numpy as np
 from profkit.analysis.efficiency.summary import EfficiencyResult
 from profkit.analysis.kernels import categorize
 from profkit.analysis.kernels.compiled_code import find_compilations, read_run_compilations
-from profkit.analysis.lines import choose_lines, find_lines
+from profkit.analysis.lines import choose_lines, find_lines, find_rare_steps_of
 from profkit.analysis.memory import find_capacity
 from profkit.analysis.memory.opened_snapshot import MemoryResult, OpenedSnapshot
 from profkit.analysis.memory.places import fold
 from profkit.analysis.opened import OpenedCapture, OpenedTrace
 from profkit.analysis.placing.attribution import Attribution, mark_members
 from profkit.analysis.ranks.comparison import compare_opened
-from profkit.analysis.rare_steps import find_rare_steps_of
 from profkit.analysis.summary import (
     EXPANDABLE,
     RUN_WARNING,

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from profkit.analysis.efficiency import Peaks
 from profkit.analysis.kernels.compiled_code import RunCompilations
+from profkit.analysis.lines import RareSteps
 from profkit.analysis.memory.places import PartRow
 from profkit.analysis.placing.attribution import Ledger
-from profkit.analysis.rare_steps import RareSteps
 from profkit.analysis.step_replay.limits import OUTSIDE, Limit, LineLimit, StepLimits
 from profkit.analysis.time_account.account import IdleCauses, IdleTime, TimeAccount, share_out
 from profkit.analysis.time_account.gpu_time import GpuParts

@@ -9,8 +9,13 @@ from typing import Any
 import click
 
 from profkit.analysis.compare.budgets import Budgets, check_budgets
-from profkit.analysis.compare.comparison import ReducedCapture, compare_captures, reduce_capture, refuse_other_measure
-from profkit.analysis.compare.provenance import compare_provenance
+from profkit.analysis.compare.comparison import (
+    ReducedCapture,
+    compare_captures,
+    compare_provenance,
+    reduce_capture,
+    refuse_other_measure,
+)
 from profkit.analysis.opened import OpenedCapture
 from profkit.analysis.ranks.comparison import RanksResult, compare_opened
 from profkit.cli.options import FILE, MILLISECONDS, PERCENT, POSITIVE, SHARE, SIZE, range_option

@@ -23,8 +23,7 @@ from profkit.launch.manifest import REDACTED, begin_manifest, utc_now
 from profkit.launch.passes import Pass, Target, command_name, target_kind
 from profkit.launch.trials import TrialOptions, TrialRunner
 from profkit.reading import is_time_alone, open_capture, open_snapshot, open_trace
-from profkit.report.commands.trials import build_held_document, build_trials_document
-from profkit.report.commands.whatif import build_prediction_document
+from profkit.report.commands.edits import build_held_document, build_prediction_document, build_trials_document
 from profkit.report.document import Document
 from profkit.run.directory import MANIFEST, TRIALS, Run, find_newest_run, make_run_directory
 from profkit.run.edits import (

@@ -15,18 +15,20 @@ from typing import Any
 
 from profkit.errors import RunError, ToolError
 from profkit.files import PARTIAL, clear_partial_files, user_cache
-from profkit.launch.another_try import AnotherTry, find_another_try, why_not_twice
 from profkit.launch.gpu_state import Gpu, read_gpus, warn_of_gpus
 from profkit.launch.manifest import begin_manifest, utc_now, warn_of_run, with_outcome
 from profkit.launch.nsys import Nsys, NsysSession, clear_unexported, lost_events, open_log, open_session
 from profkit.launch.passes import (
+    AnotherTry,
     Outcome,
     Pass,
     Target,
     are_left_out,
+    find_another_try,
     shortfalls,
     why_no_process,
     why_no_step,
+    why_not_twice,
     why_nothing,
 )
 from profkit.launch.processes import Stopped, run_child, uninterrupted

@@ -17,8 +17,8 @@ from time import monotonic
 
 from profkit.errors import ToolError, UsageError
 from profkit.files import PARTIAL
-from profkit.launch.another_try import why_not_twice
 from profkit.launch.manifest import utc_now
+from profkit.launch.passes import why_not_twice
 from profkit.launch.processes import run_child
 from profkit.launch.record import Progress, Say, build_environment
 from profkit.run.edits import VERSION, Measured, TrialPlan, TrialProcess, parse_edits

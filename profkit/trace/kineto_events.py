@@ -60,7 +60,7 @@ _ARGUMENTS = frozenset(
     {
         *("name", "correlation", "stream", "device", "bytes", "finished", "graph node id"),
         *("wait_on_stream", "wait_on_cuda_event_record_corr_id"),
-        # Of collectives (`profkit.trace.kineto_gpu`).
+        # Of collectives (`profkit.trace.kineto`).
         *("Collective name", "In msg nelems", "Out msg nelems", "dtype", "Seq"),
         *("Process Group Name", "Process Group Description", "Process Group Ranks"),
     }

@@ -33,8 +33,7 @@ from profkit.capture.line_samples import Place, describe, find_place
 from profkit.capture.patches import patch, restore
 from profkit.capture.steps.conditions import count_compiled_graphs
 from profkit.capture.work import Instance, Products, WorkAccount, summarize_work
-from profkit.capture.work.gradients import GradientFlow, GradientsApart, Parameters, RangeOf
-from profkit.capture.work.masks import Masks
+from profkit.capture.work.needless import GradientFlow, GradientsApart, Masks, Parameters, RangeOf, RepeatedCalls
 from profkit.capture.work.operator_work import (
     Buffers,
     GraphPart,
@@ -45,7 +44,6 @@ from profkit.capture.work.operator_work import (
     replay_observers,
 )
 from profkit.capture.work.operators import base_name, has_other_gradient, name_arguments
-from profkit.capture.work.repeated_calls import RepeatedCalls
 from profkit.names import (
     BACKWARD,
     COUNTED,

@@ -13,8 +13,8 @@ from profkit.analysis.step_replay.limits import OUTSIDE, Limit
 from profkit.analysis.summarize import summarize_capture
 from profkit.analysis.summary import Kind, MemoryUse, StepPart, StepTree, Summary
 from profkit.report import shorten
+from profkit.report.commands.edits import describe_trial
 from profkit.report.commands.steps import name_line, name_source
-from profkit.report.commands.trials import describe_trial
 from profkit.report.units import NS_IN, format_bytes, format_ns, format_share
 
 NAMES: dict[Kind, str] = {

@@ -8,7 +8,7 @@ from pathlib import PurePath
 from typing import Any, Literal
 
 from profkit.analysis.compare.budgets import BASELINE, MAX_STEP, MIN_MFU, BudgetCheck, BudgetLine
-from profkit.analysis.compare.comparison import CaptureComparison, CleanChange, CleanComparison, Headline
+from profkit.analysis.compare.comparison import CaptureComparison, CleanChange, CleanComparison, Difference, Headline
 from profkit.analysis.compare.kernel_changes import (
     Change,
     KernelTotal,
@@ -18,7 +18,6 @@ from profkit.analysis.compare.kernel_changes import (
     TimeComparison,
     larger_time,
 )
-from profkit.analysis.compare.provenance import Difference
 from profkit.analysis.ranks.comparison import RanksResult
 from profkit.analysis.statistics import LEVEL
 from profkit.analysis.time_account.step_times import name_statistic

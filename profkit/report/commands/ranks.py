@@ -6,10 +6,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from profkit.analysis.ranks.comparison import RanksResult, RankSummary, outliers_first
+from profkit.analysis.ranks.comparison import GroupRow, Pipeline, RanksResult, RankSummary, outliers_first
 from profkit.analysis.ranks.costs import HOSTS_VARY, LEAST_SHARE
 from profkit.analysis.ranks.culprit import Culprit, Doubt
-from profkit.analysis.ranks.groups import GroupRow, Pipeline
 from profkit.errors import Finding
 from profkit.report.document import Column, Document, Lines, Table
 from profkit.report.units import (

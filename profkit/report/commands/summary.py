@@ -29,8 +29,8 @@ from profkit.report.commands.answer import (
     draw_tree,
     join_parts,
 )
+from profkit.report.commands.edits import describe_trial, name_trial
 from profkit.report.commands.steps import describe_limits, describe_line, name_source
-from profkit.report.commands.trials import describe_trial, name_trial
 from profkit.report.document import Column, Document, Labelled, Lines, Table, wrap, wrap_labelled
 from profkit.report.units import TEXT, format_bytes, format_change, format_count, format_ns, format_share
 from profkit.text_kinds import LEFT_OUT

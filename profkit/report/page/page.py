@@ -21,12 +21,11 @@ from profkit.analysis.self_check import SelfCheck
 from profkit.analysis.trials import Trial, summarize_trials
 from profkit.files import write_whole
 from profkit.report import colours, make_visible
+from profkit.report.commands.edits import build_trials_document, build_whatif_document, describe_trial, name_trial
 from profkit.report.commands.efficiency import build_efficiency_document
 from profkit.report.commands.kernels import build_kernels_document
 from profkit.report.commands.ranks import build_ranks_document, describe_ranks
 from profkit.report.commands.steps import clean_times_parts
-from profkit.report.commands.trials import build_trials_document, describe_trial, name_trial
-from profkit.report.commands.whatif import build_whatif_document
 from profkit.report.page import Results, Section, view_parts, without_folders
 from profkit.report.page.modules import build_memory, build_modules
 from profkit.report.page.step import build_answer, build_dots, build_lines, build_timeline, slice_median_step
