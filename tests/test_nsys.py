@@ -384,9 +384,12 @@ def test_what_else_stands_around_the_wanted_columns_does_not_matter(tmp_path: Pa
     assert _read(path, (0, 2), (0, 0)) == [list(range(100))] * 2
 
 
-def test_a_longer_text_before_a_wanted_column_is_left_to_sqlite(tmp_path: Path) -> None:
+@pytest.mark.parametrize("value", ["'" + "a" * 58 + "'", "zeroblob(58)", "zeroblob(62)", "'" + "a" * 62 + "'"])
+@pytest.mark.parametrize("wanted", ["c", "NULL", "0"])
+def test_a_longer_text_before_a_wanted_column_is_left_to_sqlite(tmp_path: Path, value: str, wanted: str) -> None:
+    # The second byte of a longer value's type is like the type of an integer without bytes: NULL, 0 or 1.
     path = tmp_path / "t.sqlite"
-    _write(path, [(i, i, i, i) for i in range(100)], more=f"UPDATE t SET b = '{'a' * 58}' WHERE a = 3")
+    _write(path, [(i, i, i, i) for i in range(100)], more=f"UPDATE t SET b = {value}, c = {wanted}")
     with pytest.raises(NotPlain):
         _read(path, (0, 2), (0, 0))
 

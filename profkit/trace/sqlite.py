@@ -297,8 +297,8 @@ class PageReader:
             # Each by itself, so that a column that nobody keeps frees its memory.
             whole, row_count = [empty_ints() for _ in columns], 0
             for start in range(0, len(leaves), step):
-                batch = self._decode(leaves[start : start + step], columns, null_values)
-                end = row_count + len(batch[0])
+                count, batch = self._decode(leaves[start : start + step], columns, null_values)
+                end = row_count + count
                 if end > len(whole[0]):
                     wanted = end * len(leaves) // min(start + step, len(leaves))
                     whole = [_with_room(column, row_count, wanted) for column in whole]
@@ -345,7 +345,8 @@ class PageReader:
                 raise NotPlain
         return buffer[: len(numbers) * size].reshape(len(numbers), size)
 
-    def _decode(self, numbers: Ints, columns: Sequence[int], null_values: Sequence[int]) -> list[Ints]:
+    def _decode(self, numbers: Ints, columns: Sequence[int], null_values: Sequence[int]) -> tuple[int, list[Ints]]:
+        """Return how many rows some leaves hold, and their columns: one value for all where these are equal."""
         pages = self._pages(numbers)
         if (pages[:, 0] != _LEAF).any() or (numbers == 1).any():
             raise NotPlain
@@ -359,7 +360,7 @@ class PageReader:
         header_end = at + data[at]
         if (data[at] >= 0x80).any() or (at + columns[-1] + 1 >= header_end).any():
             raise NotPlain  # a header of over 127 bytes, or a row with fewer columns than asked for
-        return _decode_columns(data, at + 1, header_end, columns, null_values)
+        return len(cells), _decode_columns(data, at + 1, header_end, columns, null_values)
 
     def _cells(self, pages: Bytes) -> Ints:
         counts = pages[:, 3].astype(np.int64) << 8 | pages[:, 4]
@@ -386,25 +387,46 @@ def _decode_columns(
     """Return the wanted columns; ``types_at`` is where each row's serial types begin, ``body`` where its values do."""
     # Every position of the batch read as a big-endian 64-bit number: a column's value is its high bytes.
     words = np.ndarray(shape=(len(data) - 7,), dtype=">i8", buffer=data, strides=(1,))
-    wanted = dict(zip(columns, null_values, strict=True))
+    kinds = _read_types(data, types_at, columns[-1] + 1)
     decoded = []
-    at = body
-    for column in range(columns[-1] + 1):
-        kind = data.take(types_at + column)
-        if len(kind) and (kind == kind[0]).all():
-            kind = kind[:1]  # most columns of most pages hold values of one size, which is quicker than one a row
-        size = (_SIZES if column in wanted else _SIZES_PASSED).take(kind)
-        if (size == _REFUSED).any():
-            raise NotPlain
-        if column in wanted:
-            # Shifting by 64 is undefined, so values that take no bytes (NULL, 0, 1) come afterwards.
-            value = words[at].astype(np.int64) >> (8 * (8 - np.maximum(size, 1)))
-            empty = size == 0
-            if empty.any():
-                value = np.where(empty, np.where(kind == 0, wanted[column], kind.astype(np.int64) - 8), value)
-            decoded.append(value)
-        at = at + size
+    at, passed = body, 0
+    for column, null in zip(columns, null_values, strict=True):
+        kind = _one_or_each(kinds[:, column])
+        size = _sizes(_SIZES, kind)
+        empty = size == 0
+        # Values that take no bytes (NULL, 0, 1) stand in the header.
+        value = np.where(kind == 0, null, kind.astype(np.int64) - 8)
+        if not empty.all():
+            # Only here does it matter where the values are: optional columns stand last, and often hold only NULL.
+            for other in range(passed, column):
+                at = at + _sizes(_SIZES_PASSED, _one_or_each(kinds[:, other]))
+            # Shifting by 64 is undefined.
+            stored = words[at].astype(np.int64) >> (8 * (8 - np.maximum(size, 1)))
+            value = np.where(empty, value, stored) if empty.any() else stored
+            at, passed = at + size, column + 1
+        decoded.append(value)
     return decoded
+
+
+def _read_types(data: Bytes, types_at: Ints, count: int) -> Bytes:
+    """Return the serial types of the first columns: ``(rows, columns)``."""
+    headers = np.ndarray(shape=(len(data) - count + 1,), dtype=f"V{count}", buffer=data, strides=(1,))
+    types = headers[types_at].view(np.uint8).reshape(-1, count)
+    if (types >= 0x80).any():
+        raise NotPlain  # it takes two bytes, and those of the columns after it stand elsewhere
+    return types
+
+
+def _one_or_each(kinds: Bytes) -> Bytes:
+    """Return the type of a column in each row, or one for all where they are equal, which is quicker to use."""
+    return kinds[:1] if len(kinds) and (kinds == kinds[0]).all() else kinds
+
+
+def _sizes(known: Ints, kinds: Bytes) -> Ints:
+    sizes = known.take(kinds)
+    if (sizes == _REFUSED).any():
+        raise NotPlain
+    return sizes
 
 
 def _varint2(data: Bytes, at: Ints) -> tuple[Ints, Ints]:
