@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from profkit import read_trace
 from profkit.analysis.efficiency.summary import GpuStep, describe_steps
-from profkit.analysis.intervals import Stretches, disjoint_pieces, gaps, intersect, subtract, union_ns, unite
+from profkit.analysis.intervals import Stretches, disjoint_pieces, fill_gaps, intersect, subtract, union_ns, unite
 from profkit.analysis.placing.attribution import Attribution, attribute_work
 from profkit.analysis.ranks.matching import find_waiting
 from profkit.analysis.time_account.gpu_time import (
@@ -55,8 +55,14 @@ def test_operations_on_stretches_equal_counting(first: list[tuple[int, int]], se
     assert (_set(one), _set(other)) == (mine, theirs)
     assert _set(intersect(one, other)) == _set(intersect(other, one)) == mine & theirs
     assert _set(subtract(one, other)) == mine - theirs
-    if mine:
-        assert _set(gaps(one)) == set(range(min(mine), max(mine))) - mine
+
+
+@given(pairs, st.integers(0, 9))
+def test_gaps_up_to_a_length_are_filled_and_no_longer_ones(found: list[tuple[int, int]], longest: int) -> None:
+    one = unite(*_columns(found))
+    gaps = zip(one.end_ns[:-1].tolist(), one.start_ns[1:].tolist(), strict=True)
+    short = {moment for end, start in gaps if start - end <= longest for moment in range(end, start)}
+    assert _set(fill_gaps(one, longest)) == _set(one) | short
 
 
 @given(pairs, st.integers(0, 70), st.integers(0, 70))

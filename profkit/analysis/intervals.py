@@ -7,7 +7,7 @@ from functools import cached_property
 
 import numpy as np
 
-from profkit.trace.columns import Bools, Ints, Work, empty_ints
+from profkit.trace.columns import Bools, Ints, Work, distinct_values, empty_ints
 from profkit.trace.nesting import nest_spans
 
 _EVER = 1 << 62
@@ -58,6 +58,7 @@ def unite(start_ns: Ints, end_ns: Ints) -> Stretches:
 
 
 def unite_all(sets: list[Stretches]) -> Stretches:
+    sets = [part for part in sets if len(part)]
     if not sets:
         return NOTHING
     if len(sets) == 1:
@@ -81,9 +82,11 @@ def subtract(first: Stretches, other: Stretches) -> Stretches:
     return intersect(first, Stretches(start_ns[kept], end_ns[kept]))
 
 
-def gaps(stretches: Stretches) -> Stretches:
-    kept = stretches.end_ns[:-1] < stretches.start_ns[1:]  # an intersection may have two that touch
-    return Stretches(stretches.end_ns[:-1][kept], stretches.start_ns[1:][kept])
+def fill_gaps(stretches: Stretches, longest_ns: int) -> Stretches:
+    """Return the set together with the gaps between its stretches that last no longer than this."""
+    is_long = stretches.start_ns[1:] - stretches.end_ns[:-1] > longest_ns
+    starts, ends = np.append(True, is_long), np.append(is_long, True)
+    return Stretches(stretches.start_ns[starts], stretches.end_ns[ends]) if len(stretches) else NOTHING
 
 
 def spread(first: Ints, last: Ints) -> tuple[Ints, Ints]:
@@ -98,8 +101,8 @@ def union_ns(group: Ints, start_ns: Ints, end_ns: Ints) -> tuple[Ints, Ints]:
     if not len(group):
         return group, group
     group, start, end = disjoint_pieces(group, start_ns, end_ns)
-    groups, first = np.unique(group, return_index=True)
-    return groups, np.add.reduceat(end - start, first)
+    first = np.flatnonzero(np.append(True, group[1:] != group[:-1]))
+    return group[first], np.add.reduceat(end - start, first)
 
 
 def disjoint_pieces(group: Ints, start_ns: Ints, end_ns: Ints) -> tuple[Ints, Ints, Ints]:
@@ -127,14 +130,15 @@ class BusyTime:
     """
 
     def __init__(self, work: Work) -> None:
-        """Find the stretches of each row: those from its number in ``_first`` up to the next one's."""
-        self._device, self._start_ns, self._end_ns = work.device, work.start_ns, work.end_ns
-        self._first = np.arange(len(work) + 1)
+        """Find the stretches of each row: those from its number in ``_first`` up to the next one's, else itself."""
+        device, self._start_ns, self._end_ns = work.device, work.start_ns, work.end_ns
+        self._first: Ints | None = None
         if (work.duration_ns != work.end_ns - work.start_ns).any():
-            self._device = work.process
+            device = work.process
             row, self._start_ns, self._end_ns = _between_operators(work)
-            self._first = np.searchsorted(row, self._first)
-        self._number = np.unique(self._device, return_inverse=True)[1]
+            self._first = np.searchsorted(row, np.arange(len(work) + 1))
+        devices = distinct_values(device)
+        self._number, self._device_count = np.searchsorted(devices, device), len(devices)
 
     def total_ns(self, rows: Bools) -> int:
         chosen = np.flatnonzero(rows)
@@ -142,12 +146,13 @@ class BusyTime:
 
     def sum_by(self, group: Ints, rows: Ints, count: int) -> Ints:
         """Return the busy time of each group of rows; groups are numbers below ``count``, and a row may be in many."""
-        devices = int(self._number.max(initial=0)) + 1
-        which, stretch = spread(self._first[rows], self._first[rows + 1])
-        key = group[which] * devices + self._number[rows[which]]
+        key, stretch = group * self._device_count + self._number[rows], rows
+        if self._first is not None:
+            which, stretch = spread(self._first[rows], self._first[rows + 1])
+            key = key[which]
         keys, unions = union_ns(key, self._start_ns[stretch], self._end_ns[stretch])
         busy = np.zeros(count, dtype=np.int64)
-        np.add.at(busy, keys // devices, unions)
+        np.add.at(busy, keys // max(self._device_count, 1), unions)
         return busy
 
 

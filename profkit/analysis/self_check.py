@@ -24,6 +24,7 @@ from profkit.analysis.tree import explain_no_ranges
 from profkit.errors import Finding, Verdict
 from profkit.names import BACKWARD, DATA, FORWARD, STEP, phase_of
 from profkit.trace.columns import Bools, Ints, Trace, distinct_values, rows_by_value
+from profkit.trace.nesting import NO_RANGE
 
 if TYPE_CHECKING:
     from profkit.run.manifest import Manifest
@@ -333,8 +334,10 @@ def _kinds_of_steps(attribution: Attribution, measured: Mapping[str, Ints]) -> I
     """Steps with as many of each phase are of one kind: one that skips its update, or evaluates, does other work."""
     steps, around = measured[STEP], find_steps(attribution)
     phases = [around[members] for label, members in measured.items() if label != STEP]
-    counts = np.array([[np.count_nonzero(phase == step) for phase in phases] for step in steps.tolist()])
-    kinds: Ints = np.unique(counts, axis=0, return_inverse=True)[1].reshape(-1) if phases else np.zeros_like(steps)
+    if not phases:
+        return np.zeros_like(steps)
+    counts = [np.bincount(phase[phase != NO_RANGE], minlength=len(around))[steps] for phase in phases]
+    kinds: Ints = np.unique(np.stack(counts, axis=1), axis=0, return_inverse=True)[1].reshape(-1)
     return kinds
 
 

@@ -394,6 +394,8 @@ def rows_by_value(values: Ints) -> dict[int, Ints]:
         return {}
     # Equal values come in runs, so that the beginnings of runs are few.
     distinct = distinct_values(values[np.flatnonzero(np.concatenate([[True], values[1:] != values[:-1]]))])
+    if len(distinct) == 1:
+        return {int(distinct[0]): np.arange(len(values))}
     if len(distinct) <= _FEW_VALUES:
         return {value: np.flatnonzero(values == value) for value in distinct.tolist()}
     order = np.argsort(values, kind="stable")

@@ -114,6 +114,8 @@ class RankRow:
 
 
 def compare_ranks(trace: Trace, ranks: Ranks, chosen: Chosen) -> tuple[RankRow, ...]:
+    if not ranks.members:
+        return ()
     work, instances = trace.work, chosen.instances
     communication = communication_rows(trace)
     rows, busy = [], BusyTime(work)

@@ -14,7 +14,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from profkit.trace.columns import Bools, Ints, Trace, distinct_values
+from profkit.trace.columns import Bools, Ints, Trace, distinct_values, rows_by_value
 
 HOST, LAUNCH, WAIT, COPY = range(4)
 """What a call is: one that does nothing on the GPU, one that launches, one that waits for the GPU, and a copy from or
@@ -134,26 +134,20 @@ class ProcessCalls:
         calls = trace.calls
         mine = np.flatnonzero(calls.process == process)
         acts = calls.has_work | np.array([bool(_ACTS.match(name)) for name in trace.names], dtype=np.bool_)[calls.name]
-        mine = mine[np.isin(calls.thread[mine], distinct_values(calls.thread[mine][acts[mine]]))]
-        is_outer = np.zeros(len(mine), dtype=np.bool_)
-        for thread in distinct_values(calls.thread[mine]).tolist():
-            here = np.flatnonzero(calls.thread[mine] == thread)
-            reach = np.maximum.accumulate(calls.end_ns[mine[here]])
-            is_outer[here] = np.concatenate([[True], calls.start_ns[mine[here]][1:] >= reach[:-1]])
-        self._calls = mine[is_outer]
-        self._place = np.full(len(calls), NONE, dtype=np.int64)
+        is_outer = np.zeros(len(calls), dtype=np.bool_)
+        around = np.full(len(calls), NONE, dtype=np.int64)
+        for rows in rows_by_value(calls.thread[mine]).values():
+            here = mine[rows]
+            if acts[here].any():
+                reach = np.maximum.accumulate(calls.end_ns[here])
+                is_outer[here] = np.append(True, calls.start_ns[here[1:]] >= reach[:-1])
+                around[here] = np.maximum.accumulate(np.where(is_outer[here], here, NONE))
+        self._calls = np.flatnonzero(is_outer)
+        self._place = np.where(around == NONE, NONE, np.cumsum(is_outer)[around] - 1)
         """Of each call of the trace, the place of the outermost one around it."""
-        for thread in distinct_values(calls.thread[mine]).tolist():
-            here = mine[calls.thread[mine] == thread]
-            self._place[here] = (np.cumsum(is_outer) - 1)[np.searchsorted(mine, self._outer_of(here, mine, is_outer))]
         self._streams: dict[tuple[int, int], int] = {}
         self._operations = self._read_operations(process)
         self._syncs = self._read_syncs()
-
-    @staticmethod
-    def _outer_of(here: Ints, mine: Ints, is_outer: Bools) -> Ints:
-        outer = np.where(is_outer[np.searchsorted(mine, here)], np.arange(len(here)), 0)
-        return here[np.maximum.accumulate(outer)]
 
     def _read_operations(self, process: int) -> _Operations:
         trace = self._trace
@@ -184,13 +178,14 @@ class ProcessCalls:
 
     def _find_calls(self, launch_ns: Ints, thread: Ints) -> Ints:
         """Two calls of one thread never begin together."""
-        starts, threads = np.append(self._trace.calls.start_ns, NONE), np.append(self._trace.calls.thread, NONE)
-        found = np.searchsorted(starts[:-1], launch_ns)
+        starts, threads = self._trace.calls.start_ns, self._trace.calls.thread
+        last = len(starts) - 1
+        found = np.minimum(np.searchsorted(starts, launch_ns), last)
         for _ in range(_MOST_AT_ONCE):
             other = (starts[found] == launch_ns) & (threads[found] != thread)
             if not other.any():
                 break
-            found = np.where(other, found + 1, found)
+            found = np.where(other, np.minimum(found + 1, last), found)
         return np.where((starts[found] == launch_ns) & (threads[found] == thread), found, NONE)
 
     def _number_streams(self, device: Ints, stream: Ints) -> Ints:

@@ -31,7 +31,16 @@ from functools import partial
 
 import numpy as np
 
-from profkit.analysis.intervals import NOTHING, Stretches, disjoint_pieces, gaps, intersect, subtract, unite, unite_all
+from profkit.analysis.intervals import (
+    NOTHING,
+    Stretches,
+    disjoint_pieces,
+    fill_gaps,
+    intersect,
+    subtract,
+    unite,
+    unite_all,
+)
 from profkit.analysis.kernels import categorize
 from profkit.analysis.placing.attribution import NEVER, Attribution
 from profkit.names import DATA, phase_of
@@ -282,10 +291,7 @@ def _find_wakings(trace: Trace, thread: int, rows: Ints) -> Stretches:
 def _one_thread(start_ns: Ints, end_ns: Ints, waits: Bools, wakings: Stretches) -> HostTime:
     synchronising = unite_all([unite(start_ns[waits], end_ns[waits]) if waits.any() else NOTHING, wakings])
     calls = unite(start_ns, end_ns)
-    pauses = gaps(calls)
-    short = pauses.end_ns - pauses.start_ns <= LONGEST_PAUSE_NS
-    busy = unite_all([calls, Stretches(pauses.start_ns[short], pauses.end_ns[short])])
-    return HostTime(subtract(busy, synchronising), synchronising)
+    return HostTime(subtract(fill_gaps(calls, LONGEST_PAUSE_NS), synchronising), synchronising)
 
 
 def threads_by_device(trace: Trace) -> dict[int, set[int]]:

@@ -81,7 +81,7 @@ def build_nodes(attribution: Attribution, *, numbered: bool) -> RangeNodes:
 def nodes_within(attribution: Attribution, roots: Ints) -> RangeNodes:
     """Return the nodes of the tree with every number kept; in each of the ranges ``roots``, paths begin anew."""
     ranges, names = attribution.trace.ranges, attribution.trace.names
-    node = np.full(len(ranges), NO_RANGE, dtype=np.int64)
+    node = [NO_RANGE] * len(ranges)
     known: dict[tuple[int, int, int], int] = {}
     parents: list[int] = []
     labels: list[tuple[str, str]] = []
@@ -91,7 +91,7 @@ def nodes_within(attribution: Attribution, roots: Ints) -> RangeNodes:
     for index in np.lexsort((-ranges.end_ns, ranges.start_ns)).tolist():
         if is_root[index]:
             continue
-        above = int(node[parent[index]]) if parent[index] != NO_RANGE else NO_RANGE
+        above = node[parent[index]] if parent[index] != NO_RANGE else NO_RANGE
         key = (above, name[index], domain[index])
         if key not in known:
             known[key] = len(parents)
@@ -99,7 +99,7 @@ def nodes_within(attribution: Attribution, roots: Ints) -> RangeNodes:
             labels.append((names[name[index]], names[domain[index]]))
         node[index] = known[key]
     _refuse_long_paths(attribution.trace.path, parents, labels)
-    return RangeNodes(node, parents, labels)
+    return RangeNodes(np.array(node, dtype=np.int64), parents, labels)
 
 
 def join_kinds(*trees: RangeNodes) -> list[RangeNodes]:
