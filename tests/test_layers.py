@@ -168,6 +168,16 @@ TRACES = PACKAGE.parent / "traces"
             ["kernels", str(TRACES / "small-train.nsys2025.sqlite"), "--range", "forward"],
             {"rich", "platformdirs", "statistics", "importlib.metadata", "numpy.ma"},
         ),
+        (
+            ["efficiency", str(TRACES / "small-train.nsys2025.sqlite")],
+            {
+                "numpy.ma",
+                "profkit.run.manifest",
+                "profkit.run.edits",
+                "profkit.run.light_record",
+                "profkit.trace.kineto",
+            },
+        ),
         (["memory", str(TRACES / "small-train.snapshot.pickle.gz")], set()),
     ],
 )

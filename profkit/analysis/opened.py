@@ -93,10 +93,11 @@ class OpenedTrace:
     def account(self) -> TimeAccount:
         """Return what the steps took on the GPUs, and without a profiler: the source of every step and idle time."""
         from profkit.analysis.time_account.account import open_account
-        from profkit.analysis.time_account.step_times import summarize_step_times
 
         timed = None
         if self.run is not None:
+            from profkit.analysis.time_account.step_times import summarize_step_times
+
             whole = self.run.manifest
             # Steps that ran in a process of their own were timed on the first rank alone; ranks make them together.
             own = None if self.rank is None else summarize_step_times(whole.of_rank(self.rank))
@@ -112,20 +113,23 @@ class OpenedTrace:
 
     @cached_property
     def lines(self) -> LinesResult | None:
+        run, rank = self.run, self.rank or 0
+        if run is None or run.lines(rank) is None:
+            return None
         from profkit.analysis.lines import find_lines
 
-        run, rank = self.run, self.rank or 0
-        return find_lines(run, rank) if run is not None and run.lines(rank) is not None else None
+        return find_lines(run, rank)
 
     @cached_property
     def step_limits(self) -> StepLimits:
         """Return what limits the step, by cause, phase, module and line: the one source of every such sentence."""
-        from profkit.analysis.step_replay.ranks_together import MOST_RANKS, limit_ranks
+        if len(self.ranks.numbers) > 1:
+            from profkit.analysis.step_replay.ranks_together import MOST_RANKS, limit_ranks
 
-        if not 1 < len(self.ranks.numbers) <= MOST_RANKS:
-            return self.step_replay.limits(() if self.lines is None else self.lines.lines)
-        lines = {rank: alone.lines.lines for rank, alone in self.each_rank.items() if alone.lines is not None}
-        return limit_ranks(*self._replays_of_ranks(), lines)
+            if len(self.ranks.numbers) <= MOST_RANKS:
+                lines = {rank: alone.lines.lines for rank, alone in self.each_rank.items() if alone.lines is not None}
+                return limit_ranks(*self._replays_of_ranks(), lines)
+        return self.step_replay.limits(() if self.lines is None else self.lines.lines)
 
     def _replays_of_ranks(self) -> tuple[dict[int, StepReplay], int | None, int | None, float | None]:
         """Return the ranks' steps, the step of all as measured and unprofiled, and the factor on hosts' time."""

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -27,9 +28,12 @@ from profkit.analysis.tree.range_tree import RangeNodes
 from profkit.errors import Finding, UsageError
 from profkit.names import BACKWARD, FORWARD
 from profkit.run.directory import Run
-from profkit.run.manifest import Loading, Manifest, find_condition
-from profkit.run.work import FUSED, Ceilings, RangeWork, RunWork, read_ceilings
 from profkit.trace.columns import Ints, Trace, distinct_values, rows_by_value
+
+# Imported where they are needed: a trace outside a run has neither.
+if TYPE_CHECKING:
+    from profkit.run.manifest import Loading, Manifest
+    from profkit.run.work import Ceilings, RangeWork, RunWork
 
 # torch.set_float32_matmul_precision: these two values let cuBLAS use TF32 (torch/backends/cuda, allow_tf32).
 _TF32_PRECISIONS = ("high", "medium")
@@ -69,7 +73,11 @@ class RunFacts:
     uncounted: str | None = None
 
     def find_doubts(self) -> Iterator[Finding]:
-        missing = () if self.work is None else self.work.missing
+        if self.work is None:
+            return
+        from profkit.run.work import FUSED
+
+        missing = self.work.missing
         if FUSED in missing:
             yield Finding(
                 "uncounted-fused",
@@ -90,20 +98,22 @@ def read_run_facts(
         ceilings: a file of `profkit ceilings`, or a run directory that has one; by default the run's own.
         dtype: the type of matrix products, if the run does not name it.
     """
-    manifest = Manifest() if run is None else run.manifest
+    manifest = None if run is None else run.manifest
     work = None if run is None else run.work
     names = set(trace.gpus)
-    gpu = manifest.gpu or (names.pop() if len(names) == 1 else None)
+    gpu = (None if manifest is None else manifest.gpu) or (names.pop() if len(names) == 1 else None)
     sheet = find_datasheet(gpu)
     measured = None if run is None else run.ceilings
     if ceilings is not None:
+        from profkit.run.work import read_ceilings
+
         measured = Run(ceilings).ceilings if ceilings.is_dir() else read_ceilings(ceilings)
     if measured is not None and gpu is not None and _bare(measured.device.name) != _bare(gpu):
         raise UsageError(
             f"{ceilings or trace.path}: the ceilings were measured on {measured.device.name}, the capture on {gpu};"
             " run `profkit ceilings` on that GPU"
         )
-    recorded = (work.dtype if work is not None else None) or _dtype_of(manifest)
+    recorded = (work.dtype if work is not None else None) or (None if manifest is None else _dtype_of(manifest))
     if None not in (dtype, recorded) and dtype != recorded:
         raise UsageError(f"{trace.path}: the run computed its matrix products in {recorded}, not in {dtype}")
     return RunFacts(
@@ -112,7 +122,7 @@ def read_run_facts(
         work=work,
         peaks=_peaks(measured, sheet),
         datasheet=sheet,
-        loading=manifest.loading,
+        loading=None if manifest is None else manifest.loading,
         uncounted=_explain_no_work(run) if work is None else None,
     )
 
@@ -131,6 +141,8 @@ def _peaks(measured: Ceilings | None, sheet: Datasheet | None) -> Peaks | None:
 
 
 def _dtype_of(manifest: Manifest) -> str | None:
+    from profkit.run.manifest import find_condition
+
     asked = manifest.workload.dtype
     if asked is None or manifest.device == "cpu":
         return None

@@ -43,15 +43,16 @@ from profkit.analysis.time_account.gpu_time import (
     sum_host_waits,
     sum_parts,
 )
-from profkit.analysis.time_account.step_times import PhaseTimes, find_timing_doubts
 from profkit.analysis.time_account.steps import context_of, count_steps, is_step
 from profkit.analysis.tree import split_path
-from profkit.analysis.tree.range_tree import RangeNodes, RangeRow, build_nodes, build_rows, work_by_node
+from profkit.analysis.tree.range_tree import RangeNodes, RangeRow, build_nodes, build_rows, join_kinds, work_by_node
 from profkit.errors import Finding, TraceError
 from profkit.trace.columns import Bools, Ints, Trace, distinct_values, rows_by_value
 
 if TYPE_CHECKING:
     import pandas as pd
+
+    from profkit.analysis.time_account.step_times import PhaseTimes
 
 
 @dataclass(frozen=True)
@@ -232,7 +233,7 @@ def measure_efficiency(
     numbered_nodes = build_nodes(attribution, numbered=True)
     works = RangeWorks(trace, numbered_nodes, facts)
     step_flops = StepFlops(account, numbered_nodes, works, facts)
-    nodes = numbered_nodes if numbered else build_nodes(attribution, numbered=False)
+    nodes = numbered_nodes if numbered else join_kinds(numbered_nodes)[0]
     waiting = find_waiting(trace, account.ranks)
     columns = _sum_columns(attribution, nodes, members, times, waiting)
     ranges_of, factors = rows_by_value(nodes.of_range[members]), scale_ranges(account, nodes, columns.parts)
@@ -331,7 +332,10 @@ def _find_doubts(account: TimeAccount, rows: Sequence[EfficiencyRow], facts: Run
             "the profiler slows each kernel launch, and the unprofiled step time is unknown: without it,"
             " fewer ranges may be limited by kernel launches; `profkit run` also times unprofiled steps",
         )
-    yield from find_timing_doubts(account.timed)
+    if account.timed is not None:
+        from profkit.analysis.time_account.step_times import find_timing_doubts  # a run alone has such times
+
+        yield from find_timing_doubts(account.timed)
     yield from facts.find_doubts()
     yield from warn_of_placement(account.attribution)
     yield from find_too_few_steps(account, facts.loading)

@@ -9,18 +9,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from profkit.analysis.intervals import Stretches, disjoint_pieces, unite
 from profkit.analysis.ranks.members import Ranks
-from profkit.analysis.ranks.own_time import Floats, ReducedRank
 from profkit.analysis.time_account.gpu_time import communication_rows
-from profkit.run.light_columns import UNKNOWN, CallColumns
-from profkit.run.light_record import WAITS_FOR_ALL, Group
 from profkit.trace.columns import Bools, Ints, Trace, distinct_values
+
+# Imported where they are needed: every trace is asked for waits, and few have records of several ranks to match.
+if TYPE_CHECKING:
+    from profkit.analysis.ranks.own_time import Floats, ReducedRank
+    from profkit.run.light_columns import CallColumns
+    from profkit.run.light_record import Group
+
+    _Called = tuple[Group, CallColumns, Ints]
+    """A group in the record of a rank, the rank's collectives, and those that are of the group, in their order."""
 
 LATE_NS = 20_000
 """Who arrives last in a collective is said if the others waited at least this long: ranks that arrive together differ
@@ -118,11 +124,10 @@ def steps_between_matches(rank: int, step: Ints, matched: Sequence[Matched]) -> 
     return (step >= first) & (step <= last)
 
 
-_Called = tuple[Group, CallColumns, Ints]
-"""A group in the record of a rank, the rank's collectives, and those that are of the group, in their order."""
-
-
 def _match(by_rank: Mapping[int, _Called]) -> Matched:
+    from profkit.run.light_columns import UNKNOWN
+    from profkit.run.light_record import WAITS_FOR_ALL
+
     typical = float(np.median([len(rows) for *_, rows in by_rank.values()]))
     ranks = tuple(sorted(rank for rank, (*_, rows) in by_rank.items() if len(rows) >= _ENDS_EARLY * typical))
     groups, calls_of_ranks, rows_of_ranks = zip(*(by_rank[rank] for rank in ranks), strict=True)
@@ -195,6 +200,8 @@ def sum_waits(matched: Sequence[Matched], index: Mapping[int, int]) -> Ints:
 
     A rank that waits in several collectives at once counts that time once, for the one that it was in first.
     """
+    from profkit.run.light_columns import UNKNOWN
+
     sums = np.zeros((len(index), len(index)), dtype=np.int64)
     placed: list[list[tuple[Ints, Ints, Ints]]] = [[] for _ in index]
     for match in matched:

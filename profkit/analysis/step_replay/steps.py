@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
 from statistics import fmean, median
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -54,13 +55,15 @@ from profkit.analysis.step_replay.replay import (
 )
 from profkit.analysis.time_account.account import TimeAccount, share_out
 from profkit.analysis.time_account.gpu_time import is_data_wait
-from profkit.analysis.time_account.step_times import StepTimes, summarize_samples
 from profkit.analysis.time_account.steps import measured_ranges
 from profkit.analysis.tree.modules import Place, places_of_ranges
 from profkit.names import DATA, STEP
 from profkit.run.lines import LineTime, lines_of_trainers
 from profkit.trace.columns import Ints, Trace, rows_by_value
 from profkit.trace.nesting import NO_RANGE
+
+if TYPE_CHECKING:
+    from profkit.analysis.time_account.step_times import StepTimes
 
 FROM_HOST = "copy from the host"
 """The name of an operation that copies from the host's memory."""
@@ -132,7 +135,10 @@ class ReplayedStep:
         if step.late_ns:
             parts.append(LimitPart(Limit.PYTHON, Cause.PYTHON.value, DATA, None, step.late_ns))
         times = share_out(whole_ns, [part.time_ns for part in parts])
-        return [replace(part, time_ns=time_ns) for part, time_ns in zip(parts, times, strict=True)]
+        return [
+            LimitPart(part.limit, part.cause, part.phase, part.module, time_ns)
+            for part, time_ns in zip(parts, times, strict=True)
+        ]
 
     def place(self, step: StepColumns, piece: Piece) -> Iterator[LimitPart]:
         at, is_call, time_ns = piece.to.at, piece.to.is_call, piece.end_ns - piece.start_ns
@@ -427,6 +433,8 @@ def find_spread(account: TimeAccount) -> int:
     step = None if account.timed is None else account.timed.find(STEP, None)
     if step is None:
         return 0
+    from profkit.analysis.time_account.step_times import summarize_samples  # a run alone has such times
+
     rest = summarize_samples(step.unprofiled.rest_ns[step.unprofiled.counted])
     return round(max(rest.median_absolute_deviation, _LEAST_SPREAD * step.clean_ns))
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, fields
 from functools import partial
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -28,14 +29,16 @@ from profkit.analysis.time_account.gpu_time import (
     sum_host_waits,
     sum_parts,
 )
-from profkit.analysis.time_account.step_times import PhaseTimes, StepTimes
 from profkit.analysis.time_account.steps import context_of, find_contexts, find_steps, is_step, measured_ranges
 from profkit.analysis.tree.range_tree import RangeNodes
 from profkit.errors import Finding
 from profkit.names import DATA, STEP, phase_of
-from profkit.run.manifest import Loading
-from profkit.trace.columns import Bools, Ints, empty_ints, rows_by_value
+from profkit.trace.columns import Bools, Ints, distinct_values, empty_ints, rows_by_value
 from profkit.trace.nesting import NO_RANGE, mark_nested
+
+if TYPE_CHECKING:
+    from profkit.analysis.time_account.step_times import PhaseTimes, StepTimes
+    from profkit.run.manifest import Loading
 
 _NONE = -1
 """No context, no rank."""
@@ -158,7 +161,7 @@ class TimeAccount:
     def idle_time(self, rows: Bools | None = None) -> IdleTime:
         """Return the idle time of some rows and why, without a profiler where any of their contexts was timed so."""
         mine = np.ones(len(self), dtype=np.bool_) if rows is None else rows
-        contexts = [None if number == _NONE else number for number in np.unique(self.context[mine]).tolist()]
+        contexts = [None if number == _NONE else number for number in distinct_values(self.context[mine]).tolist()]
         timed = [context for context in contexts if self.step_ns(context) is not None]
         if not timed:
             return recorded_idle(*self.sum_parts(mine))
@@ -370,7 +373,7 @@ def _scale_phases(account: TimeAccount, context: int | None) -> Iterator[tuple[s
         if not parts.idle_ns:
             continue
         factor = max(0.0, times.clean_ns - parts.busy_ns / count) / (parts.idle_ns / count)
-        if factor <= _FITS or count == len(np.unique(step)):
+        if factor <= _FITS or count == len(distinct_values(step)):
             yield phase, (parts, factor)
 
 
@@ -389,7 +392,7 @@ def find_too_few_steps(account: TimeAccount, loading: Loading | None) -> Iterato
     if loading is None or not loading.burst_steps or not len(account):
         return
     ranges = account.attribution.trace.ranges
-    steps = account.steps[np.unique(account.step)]
+    steps = account.steps[distinct_values(account.step)]
     recorded = max(len(rows) for rows in rows_by_value(ranges.process[steps]).values())
     burst = loading.burst_steps
     waited_ns = sum_host_waits(account.attribution, steps)

@@ -11,7 +11,6 @@ from profkit.analysis.efficiency.summary import EfficiencyResult, EfficiencyRow
 from profkit.analysis.step_replay.limits import StepLimits
 from profkit.analysis.time_account.account import recorded_idle
 from profkit.analysis.time_account.gpu_time import DataWait, GpuParts
-from profkit.analysis.time_account.step_times import PhaseTimes
 from profkit.analysis.tree import join_path, split_path
 from profkit.analysis.tree.range_tree import RangesResult
 from profkit.errors import Finding
@@ -37,6 +36,7 @@ from profkit.report.units import (
 
 if TYPE_CHECKING:
     from profkit.analysis.ranks.comparison import RanksResult
+    from profkit.analysis.time_account.step_times import PhaseTimes
 
 TERA = Unit(lambda value: four_digits(value / 1e12) if value else "0")
 _GIGA = Unit(lambda value: four_digits(value / 1e9) if value else "0")

@@ -7,25 +7,25 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from profkit.analysis.efficiency.summary import EfficiencyRow
-from profkit.analysis.lines import LinesResult
-from profkit.analysis.step_replay.calibrate import Fit
 from profkit.analysis.step_replay.limits import Cause, Limit, LimitPart, LineLimit, StepLimits, sum_parts
-from profkit.analysis.step_replay.predict import TimeAnswer
-from profkit.analysis.step_replay.replay import Proof
-from profkit.analysis.time_account.step_times import PhaseTimes, StepTimes, summarize_step_times
 from profkit.analysis.time_account.steps import is_step, is_warmup
 from profkit.analysis.tree import join_path, split_path
 from profkit.names import STEP, phase_of
 from profkit.report import shortest_end
 from profkit.report.document import UNKNOWN, Column, Document, Lines, Row, Table
 from profkit.report.units import NS, SHARE, TEXT, Unit, format_change, format_count, format_ns, format_share
-from profkit.run.edits import parse_edits
 from profkit.run.lines import LineTime
-from profkit.run.manifest import Manifest
 
+# What limits a step is shown of traces alone too: these do not wait for what only runs have.
 if TYPE_CHECKING:
     from profkit.analysis.causes.evidence import SourceLine
+    from profkit.analysis.efficiency.summary import EfficiencyRow
+    from profkit.analysis.lines import LinesResult
+    from profkit.analysis.step_replay.calibrate import Fit
+    from profkit.analysis.step_replay.predict import TimeAnswer
+    from profkit.analysis.step_replay.replay import Proof
+    from profkit.analysis.time_account.step_times import PhaseTimes, StepTimes
+    from profkit.run.manifest import Manifest
 
 _TIME_COLUMNS = (
     Column("phase", "time of", TEXT),
@@ -42,6 +42,8 @@ _WHERE = {"clean": "unprofiled, own process: {}", "attached": "unprofiled, same 
 
 def clean_times_parts(manifest: Manifest) -> list[Table | Lines]:
     """Return the tables of unprofiled beside profiled times per phase, and what they mean; none without both times."""
+    from profkit.analysis.time_account.step_times import summarize_step_times
+
     times = summarize_step_times(manifest)
     if times is None or not any(phase.profiled for phase in times.phases):
         return []
@@ -397,6 +399,8 @@ def time_table(answer: TimeAnswer | None) -> Table:
 
 
 def _rests_on(answer: TimeAnswer) -> Iterator[str]:
+    from profkit.run.edits import parse_edits
+
     if answer.limited_by is not None:
         yield f"The step would be limited by {_describe_shares(answer.limited_by)}"
     assert answer.proof is not None
