@@ -12,7 +12,9 @@ import pytest
 from profkit import read_trace
 from profkit.analysis.step_replay import COPY, LAUNCH, WAIT
 from profkit.analysis.step_replay.calibrate import AS_RECORDED, PAUSE_NS, Fit, find_phases, fit_host
+from profkit.analysis.step_replay.edits import Setting
 from profkit.analysis.step_replay.facts import ProgramFacts
+from profkit.analysis.step_replay.kernel_edits import compile_model
 from profkit.analysis.step_replay.predict import predict_time
 from profkit.analysis.step_replay.replay import Constants, prepare, prove, run
 from profkit.analysis.step_replay.steps import FROM_HOST, ReplayedStep, StepReplay
@@ -534,6 +536,14 @@ def test_compiling_fuses_small_kernels_and_its_graphs_replay_each_pass() -> None
     assert predicted(PROGRAM, "compile:default").expected_ns == default.expected_ns
     assert graphs.expected_ns < default.expected_ns <= plain.now_ns
     assert predicted(WAITING, "compile").refusal is None
+
+
+@pytest.mark.parametrize(("every", "left"), [(2, 0.58), (9, 0.58), (10, 0.2), (60, 0.2)])
+def test_compiling_leaves_less_of_more_than_eight_kernels_in_a_row(every: int, left: float) -> None:
+    (step,) = with_kernels(dict.fromkeys(range(0, 60, every), "sgemm")).steps
+    compiled = compile_model(step.columns, Setting(step, CONSTANTS, ProgramFacts(), "expected"))
+    small = [row for row in range(54) if row % every]
+    assert {compiled.duration_ns[row] / step.columns.duration_ns[row] for row in small} == {left}
 
 
 def test_kernels_of_recurrent_layers_are_not_fused_and_torchs_own_cells_are() -> None:
