@@ -14,8 +14,8 @@ from torch._inductor import config
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import flop_registry
 
+from profkit.capture.compiled.node_work import work_of_launches, work_of_node
 from profkit.capture.compiled.origins import origin_of
-from profkit.capture.node_work import work_of_launches, work_of_node
 from profkit.capture.work import Products
 from profkit.capture.work.operators import torch_flops
 from tests.empty_kernels import empty_kernels

@@ -20,11 +20,10 @@ from hypothesis import strategies as st
 from profkit import read_trace
 from profkit.analysis.intervals import BusyTime
 from profkit.errors import TraceError
-from profkit.trace import json_stream
+from profkit.trace import kineto_events
 from profkit.trace.columns import NO_LAUNCH, Trace, Work
-from profkit.trace.json_stream import CutOffError, JsonError, JsonStream
 from profkit.trace.kineto import OperatorForest, read_kineto
-from profkit.trace.kineto_events import load_chrome_trace, parse_microseconds
+from profkit.trace.kineto_events import CutOffError, JsonError, JsonStream, load_chrome_trace, parse_microseconds
 from tests.captures import capture
 from tests.child import run_in_child
 from tests.conftest import ROOT
@@ -522,7 +521,7 @@ def test_a_trace_takes_at_most_two_and_a_half_times_its_size(tmp_path: Path) -> 
         return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
 
     # Besides the events there are the pieces of text that are read, of 4 MiB, however large the file is.
-    assert run_in_child(grown, cpu_seconds=60) < 2.5 * size + 4 * json_stream._PIECE_BYTES
+    assert run_in_child(grown, cpu_seconds=60) < 2.5 * size + 4 * kineto_events._PIECE_BYTES
 
 
 @pytest.mark.parametrize("beginning", [b'{"traceEvents": [', b'{"traceEvents": ["', b'{"x": "'])
@@ -549,7 +548,7 @@ def test_many_small_events_cannot_fill_the_memory(tmp_path: Path) -> None:
             file.write(b'{"ph":"X","cat":"kernel"},' * 2000)
     # In a fork, memory that earlier tests have freed would serve again, and the limit is on growth.
     code = (
-        "import sys, profkit.files as files, profkit.trace.json_stream as stream\n"
+        "import sys, profkit.files as files, profkit.trace.kineto_events as stream\n"
         "from profkit.trace.kineto import read_kineto\n"
         "files.LEAST_MEMORY_BYTES, stream._PIECE_BYTES = 2**27, 2**20\n"
         "read_kineto(sys.argv[1])\n"

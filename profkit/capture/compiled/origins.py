@@ -25,7 +25,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from profkit.capture.compilations import program_line
-from profkit.capture.node_work import called, work_of_launches
+from profkit.capture.compiled.node_work import called, work_of_launches
 from profkit.capture.patches import Function, call_first, outside_dynamo, patch
 from profkit.capture.work import Products
 from profkit.files import whole_file

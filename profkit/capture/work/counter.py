@@ -1,10 +1,10 @@
 """Counts what a script's operators do while they run: FLOPs by formula, and bytes by which memory they touch.
 
 Of compiled code (torch.compile) `OperatorMode` sees what the compiler leaves to torch's libraries. The matrix products
-of a launch are those of the graph that the code was made of (`profkit.capture.node_work`), under the modules that the
-launch computes for. Where they are not known there, because a size is a symbol, what the libraries are asked for
-counts. What fused kernels do besides products, and the bytes that they move, is not counted: `missing` says so. It says
-"compiled code" where compiled code ran and no launch of it was seen.
+of a launch are those of the graph that the code was made of (`profkit.capture.compiled.node_work`), under the modules
+that the launch computes for. Where they are not known there, because a size is a symbol, what the libraries are asked
+for counts. What fused kernels do besides products, and the bytes that they move, is not counted: `missing` says so. It
+says "compiled code" where compiled code ran and no launch of it was seen.
 
 The replay of a CUDA graph does what was captured (`profkit.capture.work.operator_work`); where that was not seen,
 `missing` says "replayed CUDA graphs".
