@@ -64,7 +64,7 @@ def open_trace(path: str | Path, *, rank: int | None = None, thread_only: bool =
 def _open_trace(path: Path, run: Run | None, *, rank: int | None = None, thread_only: bool = False) -> OpenedTrace:
     from profkit.analysis.opened import OpenedTrace
     from profkit.analysis.placing.expanded_ranges import explain_no_modules, nest_compiled_launches, place_graph_nodes
-    from profkit.analysis.ranks.members import find_ranks
+    from profkit.analysis.ranks import find_ranks
     from profkit.analysis.self_check import UNKNOWN_RUN, know_run
     from profkit.trace.parts import begin_at, separate_gpus
 
@@ -196,7 +196,7 @@ def compare(
 
 def _read_run(run: Run, rank: int | None) -> Trace:
     """Return the trace of a run; if its ranks left one each, that of the wanted rank, or all as one."""
-    from profkit.analysis.ranks.members import explain_no_rank
+    from profkit.analysis.ranks import explain_no_rank
     from profkit.trace.parts import combine_traces
 
     files = run.rank_traces

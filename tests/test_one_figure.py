@@ -20,7 +20,7 @@ from profkit.analysis.causes.advice import AdviceResult
 from profkit.analysis.compare import has_measured_steps, sample_steps
 from profkit.analysis.opened import OpenedTrace
 from profkit.analysis.placing.attribution import Attribution, attribute_work
-from profkit.analysis.time_account.steps import measured_ranges
+from profkit.analysis.time_account import measured_ranges
 from profkit.analysis.tree import select_ranges
 from profkit.analysis.tree.modules import PASSES, time_kernels_by_module
 from profkit.cli import cli

@@ -14,7 +14,7 @@ from profkit.analysis.kernels.summary import summarize_kernels
 from profkit.analysis.opened import OpenedTrace
 from profkit.analysis.placing.attribution import attribute_work
 from profkit.analysis.placing.expanded_ranges import nest_compiled_launches, place_graph_nodes
-from profkit.analysis.time_account.steps import measured_ranges
+from profkit.analysis.time_account import measured_ranges
 from profkit.analysis.tree import KernelFilter
 from profkit.analysis.tree.range_tree import summarize_ranges
 from profkit.errors import UsageError

@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 
 from profkit import read_trace
-from profkit.analysis.step_replay import COPY, LAUNCH, WAIT
+from profkit.analysis.step_replay import COPY, LAUNCH, WAIT, ProgramFacts
 from profkit.analysis.step_replay.calibrate import AS_RECORDED, PAUSE_NS, Fit, find_phases, fit_host
 from profkit.analysis.step_replay.edits import Setting
-from profkit.analysis.step_replay.facts import ProgramFacts
 from profkit.analysis.step_replay.kernel_edits import compile_model
 from profkit.analysis.step_replay.predict import predict_time
 from profkit.analysis.step_replay.replay import Constants, prepare, prove, run

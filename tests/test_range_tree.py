@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from profkit import read_trace
 from profkit.analysis.opened import OpenedTrace
-from profkit.analysis.time_account.steps import measured_ranges
+from profkit.analysis.time_account import measured_ranges
 from profkit.analysis.tree.modules import PASSES, ModuleTree, Place, read_place, time_kernels_by_module, time_modules
 from profkit.analysis.tree.range_tree import RangeRow
 from profkit.trace import nesting

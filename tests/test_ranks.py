@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from profkit import read_trace
+from profkit.analysis.ranks import BY_DEVICE, BY_PID, NAMED, PROVED, find_ranks
 from profkit.analysis.ranks.comparison import RanksResult
-from profkit.analysis.ranks.members import BY_DEVICE, BY_PID, NAMED, PROVED, find_ranks
 from profkit.errors import UsageError
 from profkit.joining import read_ranks
 from profkit.report.commands.ranks import describe_verdict

@@ -19,7 +19,7 @@ from tests.training_scripts import training_of_ranks
 pytest.importorskip("torch")
 
 from profkit import read_trace
-from profkit.analysis.ranks.members import PROVED
+from profkit.analysis.ranks import PROVED
 
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
 

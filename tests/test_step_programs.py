@@ -33,7 +33,7 @@ from profkit.run.recording import (
 pytest.importorskip("torch")
 
 from profkit import read_trace
-from profkit.analysis.time_account.steps import measured_ranges
+from profkit.analysis.time_account import measured_ranges
 from profkit.launch import passes
 from profkit.launch.passes import Outcome, find_another_try, why_no_step, why_not_twice
 from profkit.run.recording import describe_step

@@ -30,7 +30,7 @@ from profkit.analysis.step_replay.replay import (
     run,
 )
 from profkit.analysis.step_replay.steps import StepReplay, replay_steps
-from profkit.analysis.time_account.steps import measured_ranges
+from profkit.analysis.time_account import measured_ranges
 from profkit.names import STEP
 from profkit.trace.columns import Syncs, Trace
 from tests.captures import CAPTURES

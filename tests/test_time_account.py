@@ -19,9 +19,9 @@ from profkit.analysis.efficiency.summary import EfficiencyResult, EfficiencyRow
 from profkit.analysis.opened import OpenedTrace
 from profkit.analysis.summarize import summarize_capture
 from profkit.analysis.summary import Summary, WorkUse, divide_step
+from profkit.analysis.time_account import is_step
 from profkit.analysis.time_account.account import IdleCauses, divide_idle
 from profkit.analysis.time_account.gpu_time import DataWait, GpuParts
-from profkit.analysis.time_account.steps import is_step
 from profkit.errors import Finding
 from profkit.reading import open_capture
 from profkit.report.commands.efficiency import build_efficiency_document

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 
 from profkit.analysis.kernels.summary import Grouping, KernelsResult, summarize_kernels
 from profkit.analysis.placing.attribution import Attribution, attribute_work
-from profkit.analysis.ranks.members import Ranks
+from profkit.analysis.ranks import Ranks
 from profkit.analysis.self_check import UNKNOWN_RUN, KnownRun, SelfCheck, check_capture
-from profkit.analysis.time_account.steps import find_warmup
+from profkit.analysis.time_account import find_warmup
 from profkit.analysis.tree import KernelFilter
 from profkit.errors import RunError, UsageError
 from profkit.names import PHASES, WARMUP, kind_of, phase_of
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from profkit.analysis.efficiency.summary import EfficiencyResult
     from profkit.analysis.lines import LinesResult
     from profkit.analysis.memory.opened_snapshot import OpenedSnapshot
-    from profkit.analysis.step_replay.facts import ProgramFacts
+    from profkit.analysis.step_replay import ProgramFacts
     from profkit.analysis.step_replay.lanes import StepLanes
     from profkit.analysis.step_replay.limits import StepLimits
     from profkit.analysis.step_replay.predict import Prediction, TimeAnswer
@@ -235,7 +235,7 @@ class OpenedTrace:
     @cached_property
     def program_facts(self) -> ProgramFacts:
         from profkit.analysis.efficiency import read_run_facts
-        from profkit.analysis.step_replay.facts import ProgramFacts
+        from profkit.analysis.step_replay import ProgramFacts
         from profkit.run.manifest import (
             Conditions,
             Loading,

@@ -18,8 +18,8 @@ import numpy as np
 from profkit.analysis import NotebookResult
 from profkit.analysis.kernels import OTHER, categorize
 from profkit.analysis.placing.attribution import Attribution, mark_members
+from profkit.analysis.time_account import find_contexts, find_steps, measured_ranges, number_in_step
 from profkit.analysis.time_account.gpu_time import calls_named
-from profkit.analysis.time_account.steps import find_contexts, find_steps, measured_ranges, number_in_step
 from profkit.analysis.tree import explain_no_ranges
 from profkit.errors import Finding, Verdict
 from profkit.names import BACKWARD, DATA, FORWARD, STEP, phase_of

@@ -30,6 +30,7 @@ from profkit.analysis.summary import (
     WorkUse,
     divide_step,
 )
+from profkit.analysis.time_account import is_step, is_warmup, mark_work_of_steps, measured_ranges
 from profkit.analysis.time_account.account import TimeAccount, divide_idle, recorded_idle
 from profkit.analysis.time_account.gpu_time import DataWait
 from profkit.analysis.time_account.step_times import (
@@ -38,7 +39,6 @@ from profkit.analysis.time_account.step_times import (
     measure_memory_cost,
     summarize_step_times,
 )
-from profkit.analysis.time_account.steps import is_step, is_warmup, mark_work_of_steps, measured_ranges
 from profkit.analysis.tree import split_path
 from profkit.analysis.tree.modules import ModuleTime, find_costliest, time_kernels_by_module, time_modules
 from profkit.errors import Finding, ProfkitError

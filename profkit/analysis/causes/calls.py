@@ -18,7 +18,7 @@ from profkit.analysis.causes.evidence import (
     name_times,
     source_line,
 )
-from profkit.analysis.step_replay.facts import World
+from profkit.analysis.step_replay import World
 from profkit.analysis.step_replay.kernel_edits import SMALLEST_NS, is_convolution
 from profkit.analysis.step_replay.predict import StepChange
 from profkit.analysis.step_replay.steps import ReplayedStep

@@ -19,7 +19,7 @@ from profkit.analysis.causes.evidence import (
     sums_by_index,
 )
 from profkit.analysis.causes.kernels import attention_modules
-from profkit.analysis.step_replay.facts import World
+from profkit.analysis.step_replay import World
 from profkit.analysis.step_replay.kernel_edits import is_recurrent
 from profkit.analysis.step_replay.limits import OUTSIDE, Limit
 from profkit.analysis.step_replay.predict import StepChange

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 
-from profkit.analysis.step_replay import COPY, HOST, LAUNCH, WAIT, StepColumns, kernel_edits
+from profkit.analysis.step_replay import COPY, HOST, LAUNCH, WAIT, StepColumns, World, kernel_edits
 from profkit.analysis.step_replay.data_waits import have_batches_come
 from profkit.analysis.step_replay.edits import (
     Setting,
@@ -19,7 +19,6 @@ from profkit.analysis.step_replay.edits import (
     merge_launches,
     stop_waiting,
 )
-from profkit.analysis.step_replay.facts import World
 from profkit.analysis.step_replay.kernel_edits import SMALLEST_NS, scale_batch
 from profkit.analysis.step_replay.limits import OUTSIDE
 from profkit.analysis.step_replay.predict import StepChange

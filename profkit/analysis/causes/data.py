@@ -19,8 +19,8 @@ from profkit.analysis.causes.evidence import (
     name_times,
     source_line,
 )
+from profkit.analysis.step_replay import World
 from profkit.analysis.step_replay.edits import find_pageable_copies
-from profkit.analysis.step_replay.facts import World
 from profkit.analysis.summary import WORTH
 from profkit.names import BACKWARD, DATA, FORWARD, LOSS
 from profkit.run.lines import LineTime

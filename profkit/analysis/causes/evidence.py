@@ -16,9 +16,9 @@ import numpy as np
 
 from profkit.analysis.causes.changes import NOTHING
 from profkit.analysis.intervals import unite
+from profkit.analysis.step_replay import ProgramFacts, World
 from profkit.analysis.step_replay.calibrate import AS_RECORDED
 from profkit.analysis.step_replay.edits import find_pageable_copies
-from profkit.analysis.step_replay.facts import ProgramFacts, World
 from profkit.analysis.step_replay.limits import OUTSIDE, StepLimits
 from profkit.analysis.step_replay.predict import (
     StepChange,
@@ -31,8 +31,8 @@ from profkit.analysis.step_replay.predict import (
 from profkit.analysis.step_replay.ranks_together import MOST_RANKS
 from profkit.analysis.step_replay.steps import ReplayedStep, StepReplay, find_spread, find_variation
 from profkit.analysis.summary import SMALL, WORTH, Summary
+from profkit.analysis.time_account import find_steps
 from profkit.analysis.time_account.account import TimeAccount
-from profkit.analysis.time_account.steps import find_steps
 from profkit.analysis.tree.modules import Place as ModulePlace
 from profkit.analysis.tree.modules import places_of_ranges, read_place
 from profkit.names import BACKWARD, FORWARD, STEP, kind_of

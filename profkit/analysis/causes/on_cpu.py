@@ -27,9 +27,9 @@ from profkit.analysis.causes.data import (
 from profkit.analysis.causes.evidence import Cause, CpuStep, Evidence, source_line
 from profkit.analysis.causes.host import group_nearby
 from profkit.analysis.placing.attribution import Attribution
+from profkit.analysis.step_replay import WORLDS, World
 from profkit.analysis.step_replay.data_waits import FETCH_NS
-from profkit.analysis.step_replay.facts import WORLDS, World
-from profkit.analysis.time_account.steps import mark_work_of_steps
+from profkit.analysis.time_account import mark_work_of_steps
 from profkit.analysis.tree.modules import Place, places_of_ranges
 from profkit.names import BACKWARD, FORWARD, LOSS
 from profkit.run.lines import LineTime

@@ -26,7 +26,7 @@ from profkit.analysis.causes.evidence import (
     saves_on_cpu,
     source_line,
 )
-from profkit.analysis.step_replay.facts import World
+from profkit.analysis.step_replay import World
 from profkit.analysis.step_replay.limits import OUTSIDE
 from profkit.analysis.step_replay.predict import StepChange
 from profkit.analysis.step_replay.steps import FROM_HOST, ReplayedStep

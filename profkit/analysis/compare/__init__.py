@@ -14,7 +14,7 @@ import numpy as np
 from profkit.analysis.intervals import BusyTime
 from profkit.analysis.kernels import categorize
 from profkit.analysis.placing.attribution import Attribution
-from profkit.analysis.time_account.steps import find_warmup, measured_ranges
+from profkit.analysis.time_account import find_warmup, measured_ranges
 from profkit.analysis.tree import KernelFilter, choose_work, lies_within, outermost, select_ranges
 from profkit.analysis.tree.modules import Place, read_place
 from profkit.analysis.tree.range_tree import RangeNodes, join_kinds, nodes_within

@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from profkit.analysis.placing.attribution import Attribution
+from profkit.analysis.time_account import context_of, is_step, is_warmup
 from profkit.analysis.time_account.account import TimeAccount
-from profkit.analysis.time_account.steps import context_of, is_step, is_warmup
 from profkit.analysis.tree.range_tree import RangeNodes
 from profkit.errors import Finding, UsageError
 from profkit.names import BACKWARD, FORWARD

@@ -23,6 +23,7 @@ from profkit.analysis.intervals import Stretches, unite
 from profkit.analysis.kernels.summary import explain_no_work, extent_ns
 from profkit.analysis.placing.attribution import Attribution, mark_members, warn_of_placement
 from profkit.analysis.ranks.matching import Waiting, find_waiting
+from profkit.analysis.time_account import context_of, count_steps, is_step
 from profkit.analysis.time_account.account import (
     IdleTime,
     TimeAccount,
@@ -43,7 +44,6 @@ from profkit.analysis.time_account.gpu_time import (
     sum_host_waits,
     sum_parts,
 )
-from profkit.analysis.time_account.steps import context_of, count_steps, is_step
 from profkit.analysis.tree import split_path
 from profkit.analysis.tree.range_tree import RangeNodes, RangeRow, build_nodes, build_rows, join_kinds, work_by_node
 from profkit.errors import Finding, TraceError

@@ -19,8 +19,8 @@ from profkit.analysis.placing.attribution import (
     Ledger,
     warn_of_placement,
 )
-from profkit.analysis.ranks.members import RankRow, Ranks, compare_ranks
-from profkit.analysis.time_account.steps import count_in_warmup, count_steps
+from profkit.analysis.ranks import RankRow, Ranks, compare_ranks
+from profkit.analysis.time_account import count_in_warmup, count_steps
 from profkit.analysis.tree import Chosen, Instances, KernelFilter, RangeEvidence, choose_work
 from profkit.errors import Finding, TraceError, UsageError
 from profkit.trace.columns import Bools, Copies, Ints, Measure, Trace, distinct_values

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from profkit.analysis.intervals import Stretches, disjoint_pieces, unite
-from profkit.analysis.ranks.members import Ranks
+from profkit.analysis.ranks import Ranks
 from profkit.analysis.time_account.gpu_time import communication_rows
 from profkit.trace.columns import Bools, Ints, Trace, distinct_values
 

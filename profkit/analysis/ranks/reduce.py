@@ -28,8 +28,8 @@ from profkit.analysis.ranks.own_time import (
     host_time,
     phase_or_data,
 )
+from profkit.analysis.time_account import measured_ranges
 from profkit.analysis.time_account.gpu_time import communication_rows
-from profkit.analysis.time_account.steps import measured_ranges
 from profkit.errors import ProfkitError, RunError
 from profkit.names import BACKWARD, STEP, kind_of_collective
 from profkit.run.light_columns import (

@@ -15,9 +15,8 @@ from fnmatch import fnmatchcase
 from itertools import accumulate, groupby
 from pathlib import PurePath
 
-from profkit.analysis.step_replay import COPY, HOST, LAUNCH, NONE, WAIT, StepColumns
+from profkit.analysis.step_replay import COPY, HOST, LAUNCH, NONE, WAIT, ProgramFacts, StepColumns, World
 from profkit.analysis.step_replay.calibrate import PAUSE_NS
-from profkit.analysis.step_replay.facts import ProgramFacts, World
 from profkit.analysis.step_replay.limits import OUTSIDE
 from profkit.analysis.step_replay.replay import Constants
 from profkit.analysis.step_replay.steps import FROM_HOST, ReplayedStep

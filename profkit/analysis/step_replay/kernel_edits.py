@@ -12,7 +12,7 @@ from itertools import groupby
 from typing import NamedTuple
 
 from profkit.analysis.kernels import categorize, product_dtype
-from profkit.analysis.step_replay import COPY, StepColumns
+from profkit.analysis.step_replay import COPY, StepColumns, World
 from profkit.analysis.step_replay.calibrate import PAUSE_NS
 from profkit.analysis.step_replay.edits import (
     CannotPredictError,
@@ -23,7 +23,6 @@ from profkit.analysis.step_replay.edits import (
     find_rows,
     stop_waiting,
 )
-from profkit.analysis.step_replay.facts import World
 from profkit.analysis.step_replay.limits import OUTSIDE
 from profkit.analysis.step_replay.steps import ReplayedStep
 from profkit.names import BACKWARD, DATA, FORWARD, OPTIMIZER

@@ -9,7 +9,7 @@ from statistics import fmean, median
 from typing import TYPE_CHECKING, Any
 
 from profkit.analysis import NotebookResult
-from profkit.analysis.step_replay import StepColumns
+from profkit.analysis.step_replay import WORLDS, ProgramFacts, StepColumns, World
 from profkit.analysis.step_replay.calibrate import USUAL_HOST, Fit, describe_replay
 from profkit.analysis.step_replay.data_waits import change_workers, keep_waiting
 from profkit.analysis.step_replay.edits import (
@@ -27,7 +27,6 @@ from profkit.analysis.step_replay.edits import (
     pin_memory,
     slow_host,
 )
-from profkit.analysis.step_replay.facts import WORLDS, ProgramFacts, World
 from profkit.analysis.step_replay.kernel_edits import (
     benchmark_convolutions,
     change_batch,

@@ -53,9 +53,9 @@ from profkit.analysis.step_replay.replay import (
     run,
     run_steadily,
 )
+from profkit.analysis.time_account import measured_ranges
 from profkit.analysis.time_account.account import TimeAccount, share_out
 from profkit.analysis.time_account.gpu_time import is_data_wait
-from profkit.analysis.time_account.steps import measured_ranges
 from profkit.analysis.tree.modules import Place, places_of_ranges
 from profkit.names import DATA, STEP
 from profkit.run.lines import LineTime, lines_of_trainers

@@ -17,7 +17,8 @@ import numpy as np
 
 from profkit.analysis.intervals import Stretches, disjoint_pieces
 from profkit.analysis.placing.attribution import Attribution, mark_members
-from profkit.analysis.ranks.members import Ranks
+from profkit.analysis.ranks import Ranks
+from profkit.analysis.time_account import context_of, find_contexts, find_steps, is_step, measured_ranges
 from profkit.analysis.time_account.gpu_time import (
     DataWait,
     GpuParts,
@@ -29,7 +30,6 @@ from profkit.analysis.time_account.gpu_time import (
     sum_host_waits,
     sum_parts,
 )
-from profkit.analysis.time_account.steps import context_of, find_contexts, find_steps, is_step, measured_ranges
 from profkit.analysis.tree.range_tree import RangeNodes
 from profkit.errors import Finding
 from profkit.names import DATA, STEP, phase_of

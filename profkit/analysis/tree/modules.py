@@ -17,7 +17,7 @@ from typing import Literal
 import numpy as np
 
 from profkit.analysis.placing.attribution import Attribution
-from profkit.analysis.time_account.steps import is_warmup, mark_work_of_steps
+from profkit.analysis.time_account import is_warmup, mark_work_of_steps
 from profkit.analysis.tree.range_tree import RangeNodes, build_nodes
 from profkit.names import BACKWARD, COMPILING, EVALUATION, OPTIMIZER, RECOMPUTE, REPLICA, is_shared, kind_of, phase_of
 from profkit.trace.columns import Ints, distinct_values

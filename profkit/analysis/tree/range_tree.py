@@ -16,7 +16,7 @@ import numpy as np
 from profkit.analysis import NotebookResult
 from profkit.analysis.intervals import BusyTime
 from profkit.analysis.placing.attribution import Attribution, mark_members, warn_of_placement
-from profkit.analysis.time_account.steps import measured_ranges
+from profkit.analysis.time_account import measured_ranges
 from profkit.analysis.tree import explain_no_ranges, join_path, outermost
 from profkit.errors import Finding, TraceError
 from profkit.names import STEP, kind_of

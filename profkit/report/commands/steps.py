@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from profkit.analysis.step_replay.limits import Cause, Limit, LimitPart, LineLimit, StepLimits, sum_parts
-from profkit.analysis.time_account.steps import is_step, is_warmup
+from profkit.analysis.time_account import is_step, is_warmup
 from profkit.analysis.tree import join_path, split_path
 from profkit.names import STEP, phase_of
 from profkit.report import shortest_end

@@ -26,7 +26,7 @@ from profkit.analysis.memory.bins import Bins, Series, Shape, bin_history
 from profkit.analysis.memory.device import Composition, DeviceMemory, Filter, piece_of
 from profkit.analysis.memory.opened_snapshot import MemoryResult
 from profkit.analysis.memory.places import PartRow, Piece, sum_by_module
-from profkit.analysis.time_account.steps import find_warmup
+from profkit.analysis.time_account import find_warmup
 from profkit.analysis.tree import split_path
 from profkit.analysis.tree.modules import PASSES, ModuleKernel, ModuleTime, time_kernels_by_module
 from profkit.names import BACKWARD, FORWARD, kind_of, phase_of

@@ -27,8 +27,8 @@ from profkit.analysis.placing.attribution import (
     Attribution,
 )
 from profkit.analysis.summary import StepTree, Summary
+from profkit.analysis.time_account import measured_ranges
 from profkit.analysis.time_account.account import TimeAccount
-from profkit.analysis.time_account.steps import measured_ranges
 from profkit.analysis.tree import select_ranges
 from profkit.analysis.tree.range_tree import build_nodes, kind_paths
 from profkit.names import BACKWARD, FORWARD, LOSS, OPTIMIZER, STEP
