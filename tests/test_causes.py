@@ -288,6 +288,15 @@ def masks(causal: int = 0, empty: int = 0) -> dict[str, Any]:
     return works(("h.*/h.*.attn", "_scaled_dot_product_flash_attention", 50, MIB), given_masks=[given])
 
 
+def scored(counted: int) -> tuple[Program, dict[str, Any]]:
+    """Return a program of a model and a head, and that the loss counts so many of a hundred positions."""
+    head = within("lm_head", launch(MISH[0], 9_000), launch(NVJET, 600_000))
+    forward = within("forward", within("h.0", launch(NVJET, 900_000)), head)
+    backward = within("backward", launch(SOFTMAX, 400_000), head, within("h.0", launch(NVJET, 900_000)))
+    given = {"module": "lm_head", "positions": 100, "counted": counted}
+    return equal_steps(forward, launch(SOFTMAX, 400_000), backward, wait), works(scored_positions=[given])
+
+
 def pageable_copy(kernels: int) -> Program:
     phases = [within(phase, launch(NVJET, 2_000, times)) for phase, times in (("forward", 100), ("backward", kernels))]
     return equal_steps(phases[0], copy(MS // 2), phases[1], wait)
@@ -914,6 +923,7 @@ NEARLY: list[Case] = [
     ("convolution-search", searched_convolution(), {"conditions": {"cudnn_benchmark": False}}),
     # The waits are the program's own.
     ("convolution-search", searched_convolution(ADD), {"conditions": {"cudnn_benchmark": True}}),
+    ("ignored-positions", *scored(90)),
     # Gathering and scattering take as long in compiled code.
     ("compile", small_kernels(SCATTER), {}),
     ("anomaly", backward_that_waits(), {"conditions": {"anomaly_detection": False}}),
@@ -1159,6 +1169,7 @@ NAMED: dict[str, Case] = {
         searched_convolution(),
         {"conditions": {"cudnn_benchmark": True}},
     ),
+    "positions that the loss ignores": ("ignored-positions", *scored(20)),
     "memory that is filled": ("deterministic", with_fills(100), {"conditions": DETERMINISTIC}),
     "memory that is asked to be filled": ("deterministic", with_fills(100), {"conditions": FILLED}),
     "gradients that are filled one by one": ("zero-grad", zeroed_gradients(6), {}),

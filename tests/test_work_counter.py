@@ -44,7 +44,15 @@ from profkit.models import (  # noqa: E402
 )
 from profkit.models.transformer import TransformerLM  # noqa: E402
 from profkit.run.recording import Order  # noqa: E402
-from profkit.run.work import DenseTable, GivenMask, IndependentCalls, Padding, UnreadGradients, read_work  # noqa: E402
+from profkit.run.work import (  # noqa: E402
+    DenseTable,
+    GivenMask,
+    IndependentCalls,
+    Padding,
+    ScoredPositions,
+    UnreadGradients,
+    read_work,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -362,6 +370,26 @@ def test_masks_of_attention_are_causal_or_empty_or_needed() -> None:
         GivenMask("needed", calls=3, causal=0, empty=0),
     )
     assert {"tril", "le", "all"}.isdisjoint(line.operator for line in counter.content().lines)
+
+
+def test_positions_that_the_loss_ignores_are_those_of_the_module_that_scored_them() -> None:
+    """By torch's own number for it or another; a loss of pictures has no such module, nor has one of other classes."""
+    states, weight = torch.randn(2, 10, 8), torch.randn(50, 8, requires_grad=True)
+    targets = torch.randint(50, (2, 10))
+    targets[:, :4] = -100
+    with counting() as counter:
+        for head, ignored in (("lm_head", -100), ("padded", 0)):
+            with annotate(head):
+                scores = states @ weight.t()
+            given = targets.where(targets != -100, ignored).clamp(min=ignored)
+            functional.cross_entropy(scores.flatten(0, 1), given.flatten(), ignore_index=ignored).backward()
+        functional.cross_entropy(torch.randn(2, 50, 4), torch.zeros(2, 4, dtype=torch.long))
+        functional.cross_entropy(torch.randn(4, 7), torch.zeros(4, dtype=torch.long))
+    counted = int((targets > 0).sum())
+    assert counter.content().scored_positions == (
+        ScoredPositions("lm_head", positions=20, counted=12),
+        ScoredPositions("padded", positions=20, counted=counted),
+    )
 
 
 def test_a_mask_that_is_too_large_to_look_at_counts_as_needed(monkeypatch: pytest.MonkeyPatch) -> None:

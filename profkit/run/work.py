@@ -134,6 +134,17 @@ class GivenMask:
 
 
 @dataclass(frozen=True)
+class ScoredPositions:
+    """The positions for which modules of one kind scored classes in a step; of all but the ``counted`` ones the loss
+    ignores the scores.
+    """
+
+    module: RangeName
+    positions: int
+    counted: int
+
+
+@dataclass(frozen=True)
 class UnreadGradients:
     """Modules of one kind (``*`` for their numbers) and the gradients in them that no optimizer reads.
 
@@ -188,8 +199,9 @@ class RunWork:
     ``dtype`` is the one in which most of the FLOPs are done, None where there are none; ``model_flops`` those that the
     model asks for in a step, forward and backward, whatever is computed again: what MFU counts (Chowdhery et al. 2022,
     appendix B). ``missing`` names operators without a formula. Files of before December 2026 have no ``lines``,
-    ``unread_gradients``, ``tables``, ``independent_calls``, ``given_masks`` and ``optimizer_steps``, how many steps of
-    optimizers the counted one had, and no ``padding``: None where no call had a mask.
+    ``unread_gradients``, ``tables``, ``independent_calls``, ``given_masks``, ``scored_positions`` and
+    ``optimizer_steps``, how many steps of optimizers the counted one had, and no ``padding``: None where no call had a
+    mask.
     """
 
     version: int
@@ -205,6 +217,7 @@ class RunWork:
     independent_calls: tuple[IndependentCalls, ...] = ()
     optimizer_steps: int = 0
     given_masks: tuple[GivenMask, ...] = ()
+    scored_positions: tuple[ScoredPositions, ...] = ()
 
     def find(self, path: tuple[str, ...]) -> RangeWork | None:
         return next((work for work in self.ranges if work.path == path), None)

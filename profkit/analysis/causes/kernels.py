@@ -30,7 +30,7 @@ from profkit.analysis.kernels import product_dtype
 from profkit.analysis.step_replay.kernel_edits import is_convolution, is_recurrent
 from profkit.analysis.step_replay.steps import ReplayedStep
 from profkit.analysis.summary import PRODUCTS, SMALL
-from profkit.names import BACKWARD, OPTIMIZER, kind_of
+from profkit.names import BACKWARD, FORWARD, OPTIMIZER, kind_of
 from profkit.run.work import INSTANCE_NORM, VOLUME_CONVOLUTION
 
 _ALIGNED: By = {"least": 0.15, "expected": 0.45, "most": 0.8}
@@ -67,6 +67,10 @@ _ADDED_AT_ONCE: By = {"least": 0.1, "expected": 0.4, "most": 0.8}
 """What adding rows by index takes without an order, of what it takes in order; 0.40 for bonds' rows on an H200."""
 _UNMASKED: By = {"least": 0.5, "expected": 0.8, "most": 0.95}
 _HARDLY_ANY = 0.05
+_COUNTED = 0.8
+"""Where the loss counts more of the positions, to select them buys little."""
+_SELECTED = 0.02
+"""What selecting rows takes, and adding them up in backward, of what scoring all of them does."""
 
 
 def _fp32_products(evidence: Evidence) -> Iterator[Cause]:
@@ -423,6 +427,45 @@ def _needless_masks(evidence: Evidence) -> Iterator[Cause]:
             )
 
 
+def _ignored_positions(evidence: Evidence) -> Iterator[Cause]:
+    """The loss ignores most of what a model's last module scores: words of a prompt, or words that are not masked."""
+    for scored in () if evidence.work is None else evidence.work.scored_positions:
+        left = scored.counted / scored.positions
+
+        def choose(step: ReplayedStep, module: str = scored.module) -> list[int]:
+            return _scores_and_loss(evidence.operations(step), module)
+
+        chosen = [] if evidence.step is None else choose(evidence.step)
+        if left <= _COUNTED and chosen:
+            shares: By = {"least": left, "expected": min(1.0, left + _SELECTED), "most": (1 + left) / 2}
+            yield Cause(
+                code="ignored-positions",
+                cause=f"the loss ignores {100 * (1 - left):.0f} % of the positions that are scored",
+                detail=", and backward goes through all of them",
+                module=scored.module,
+                change=f"select the positions that count before {scored.module}: x[labels != -100]",
+                changes=[scale_operations("ignored-positions", choose, shares, "how fast kernels are on fewer rows")],
+                evidence={"positions": scored.positions, "counted": scored.counted},
+            )
+
+
+def _scores_and_loss(operations: Sequence[Operation], module: str) -> list[int]:
+    """Return what lies between a module's pass and its backward pass, with both; its weights' casts stay."""
+    chosen, between = [], list[int]()
+    for one in operations:
+        is_own = kind_of(one.module or "") == module
+        is_open = bool(between) or (is_own and one.phase == FORWARD)
+        if is_own and one.phase == BACKWARD:
+            chosen += between
+            between, is_open = [], False
+            chosen += [one.at] if one.category != "copy/cast" else []
+        elif one.phase == OPTIMIZER:
+            between = []
+        elif is_open and (not is_own or one.category != "copy/cast"):
+            between.append(one.at)
+    return chosen
+
+
 def _layout_conversions(evidence: Evidence) -> Iterator[Cause]:
     """Convolutions whose kernels want another order of the axes than the tensors have.
 
@@ -509,6 +552,7 @@ KERNELS = (
     _misaligned_products,
     _written_attention,
     _needless_masks,
+    _ignored_positions,
     _layout_conversions,
     _undone_layouts,
 )

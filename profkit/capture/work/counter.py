@@ -69,6 +69,11 @@ from profkit.run.work import (
 _CTC_LOSS = "torch.ctc_loss"
 _OF_BATCH = 3
 """Scores of a batch have positions, samples and classes."""
+_LOSS_OF_CLASSES = "nll_loss_forward"
+_OF_POSITIONS = 2
+"""Scores for a loss have positions and classes."""
+_IGNORED = -100
+"""The target that torch's losses ignore, unless they are told another."""
 _COMPILED = "compiled code"
 _REPLAY = "replayed CUDA graphs"
 _DENSE_GRADIENTS = ("embedding_dense_backward", "_embedding_bag_dense_backward")
@@ -142,6 +147,7 @@ class WorkCounter(OperatorMode, RangeObserver):
         self._lines: dict[_OperatorPlace, Counter[str]] = {}
         self._masks = Masks()
         self._looks_at_masks = False
+        self._scoring: dict[int, str] = {}
         self._tables: dict[tuple[str, tuple[int, ...]], Counter[str]] = {}
         self._shared_shapes: set[tuple[int, ...]] = set()
         self._unread: dict[str, UnreadGradients] = {}
@@ -253,6 +259,7 @@ class WorkCounter(OperatorMode, RangeObserver):
             lines=tuple(_describe_lines(self._lines)),
             padding=self._masks.padding(),
             given_masks=tuple(self._masks.given()),
+            scored_positions=tuple(self._masks.scored()),
             unread_gradients=(*self._unread.values(), *self._apart.find(self._computed)),
             tables=tuple(self._describe_tables()),
             independent_calls=tuple(self._repeated.describe()),
@@ -363,6 +370,10 @@ class WorkCounter(OperatorMode, RangeObserver):
                         self._repeated.convolves(self._innermost(), tuple(args[0].shape[2:]))
                     if work.name in _DENSE_GRADIENTS:
                         self._note_table(returned, name_arguments(func, args, kwargs)["indices"])
+                    if work.products.flops and isinstance(returned, torch.Tensor):
+                        self._scoring[returned.shape[-1]] = self._module()
+                    if work.name == _LOSS_OF_CLASSES:
+                        self._note_targets(name_arguments(func, args, kwargs))
                     if _FUSED_ATTENTION.fullmatch(work.name):
                         self._note_mask(name_arguments(func, args, kwargs))
         except Exception as error:  # the program goes on
@@ -397,16 +408,27 @@ class WorkCounter(OperatorMode, RangeObserver):
         sums["bytes"] += sum(access.bytes for access in (*work.reads, *work.writes))
 
     def _note_table(self, gradient: torch.Tensor, indices: torch.Tensor) -> None:
-        path, shape = self._innermost().path, tuple(gradient.shape)
-        sums = self._tables.setdefault((kind_of(path[-1]) if path else "", shape), Counter())
+        shape = tuple(gradient.shape)
+        sums = self._tables.setdefault((self._module(), shape), Counter())
         sums["rows"] += shape[0]
         sums["used"] += min(shape[0], indices.numel())
         sums["bytes"] += gradient.numel() * gradient.element_size()
 
+    def _module(self) -> str:
+        path = self._innermost().path
+        return kind_of(path[-1]) if path else ""
+
+    def _note_targets(self, given: dict[str, Any]) -> None:
+        """Which module scored the positions says the number of classes: it was the last with so many columns."""
+        scores, targets = given["self"], given["target"]
+        module = self._scoring.get(scores.shape[-1])
+        if module and scores.dim() == targets.dim() + 1 == _OF_POSITIONS:
+            self._look_at_masks(lambda masks: masks.add_targets(module, targets, given.get("ignore_index", _IGNORED)))
+
     def _note_mask(self, given: dict[str, Any]) -> None:
-        path, mask = self._innermost().path, given.get("attn_bias", given.get("attn_mask"))
+        mask = given.get("attn_bias", given.get("attn_mask"))
         if isinstance(mask, torch.Tensor):
-            module = kind_of(path[-1]) if path else ""
+            module = self._module()
             self._look_at_masks(lambda masks: masks.add_attention(module, mask))
 
 

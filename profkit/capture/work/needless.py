@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from profkit.capture.work import Instance
 from profkit.capture.work.operator_work import Buffers, OperatorWork, storage_of
 from profkit.names import BACKWARD, FORWARD, kind_of
-from profkit.run.work import GivenMask, IndependentCalls, Padding, UnreadGradients
+from profkit.run.work import GivenMask, IndependentCalls, Padding, ScoredPositions, UnreadGradients
 
 _MOST_OPTIMIZERS = 4
 """With more of them, following each takes long."""
@@ -350,6 +350,7 @@ class Masks:
     def __init__(self) -> None:
         self._padding: list[tuple[int, torch.Tensor]] = []
         self._given: defaultdict[str, list[torch.Tensor]] = defaultdict(list)
+        self._targets: defaultdict[str, list[tuple[int, torch.Tensor]]] = defaultdict(list)
 
     def add_samples(self, mask: torch.Tensor) -> None:
         """Take a model's mask of (samples, positions): those up to the longest sample's end, and the used ones."""
@@ -375,6 +376,10 @@ class Masks:
         is_causal = (is_seen == causal).all() & (is_hidden != causal).all()
         self._given[module].append(torch.stack([is_causal, is_seen.all()]))
 
+    def add_targets(self, module: str, targets: torch.Tensor, ignored: int) -> None:
+        """Take the classes that a loss is given for the positions that a module scored; one number is none."""
+        self._targets[module].append((targets.numel(), (targets.detach() != ignored).sum()))
+
     def padding(self) -> Padding | None:
         counts = [(positions, *used.tolist()) for positions, used in self._padding]
         return Padding(*map(sum, zip(*counts, strict=True))) if counts else None
@@ -383,3 +388,7 @@ class Masks:
         for module, masks in self._given.items():
             causal, empty = torch.stack(masks).sum(0).tolist()
             yield GivenMask(module, len(masks), causal, empty)
+
+    def scored(self) -> Iterator[ScoredPositions]:
+        for module, targets in self._targets.items():
+            yield ScoredPositions(module, sum(count for count, _ in targets), sum(int(own) for _, own in targets))
