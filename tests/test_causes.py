@@ -1805,6 +1805,9 @@ def test_how_much_of_rare_steps_a_line_has_is_said_unless_it_has_most(tmp_path: 
     found = advise(replace(fit, error_ns=2 * MS), replace(fit, phase="backward"))
     assert found.cause == "one step in 10 takes 40 ms longer, in trainer.fit itself"
     assert found.change == "evaluate, save or log less often, or less of it"
+    metrics = replace(line(MS, called="np.argmax", line=70), function="compute_metrics", error_ns=MS // 2)
+    found = advise(replace(fit, time_ns=3 * MS, error_ns=3 * MS // 2), replace(fit, phase="backward"), metrics)
+    assert found.change.startswith("preprocess_logits_for_metrics that returns classes")
 
 
 def test_calls_with_images_of_two_sizes_become_two(tmp_path: Path) -> None:

@@ -416,6 +416,11 @@ class Evidence:
         return is_set or self.condition("launch_blocking") is True
 
     @property
+    def lines_of_rare_steps(self) -> Sequence[LineTime]:
+        """The lines that ran in rare steps alone, as they were seen."""
+        return () if self.trace is None or self.trace.lines is None else self.trace.lines.rare
+
+    @property
     def busy_cpus_of_worker(self) -> float | None:
         """How many CPUs a loader's worker keeps busy while it makes a batch, None if that is unknown."""
         lines = None if self.trace is None else self.trace.lines

@@ -255,6 +255,8 @@ def _rare_steps(evidence: Evidence) -> Iterator[Cause]:
     # What a trainer's line does in rare steps is no part of the usual ones, whose lines are the evidence's.
     if rare.line.place in lines_of_trainers((rare.line, *evidence.lines, *evidence.facts.callers)):
         what, change = f"in {name} itself", "evaluate, save or log less often, or less of it"
+        if any(map(_reads_classes, evidence.lines_of_rare_steps)):
+            change = f"preprocess_logits_for_metrics that returns classes: no scores are gathered; or {change}"
     cause, detail = f"{rare.which} {name_ms(rare.longer_ns)} longer", f", {what}"
     if not rare.is_explained:
         cause, detail = f"{cause}, {name_ms(rare.lines_ns)} of it {what}", ""
@@ -273,6 +275,11 @@ def _rare_steps(evidence: Evidence) -> Iterator[Cause]:
             **({} if rare.every else {"of_steps": rare.of}),
         },
     )
+
+
+def _reads_classes(line: LineTime) -> bool:
+    """Whether a line computes metrics of Hugging Face's Trainer from scores of all classes, which come to the CPU."""
+    return line.outer_function == "compute_metrics" and line.method == "argmax"
 
 
 def _anomaly(evidence: Evidence) -> Iterator[Cause]:
