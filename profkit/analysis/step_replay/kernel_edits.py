@@ -42,6 +42,8 @@ _FUSED_RUN = {"least": 0.1, "expected": 0.2, "most": 0.6}
 """The same where more than so many follow one another, as code has it that writes a function out; of two programs."""
 _CUDNN_ATTENTION = re.compile("cudnn.*(sdpa|compute_dot_do_o)")
 """What cuDNN's attention launches first, in forward and in backward."""
+_PLANNING_NS = 10_000_000
+"""On two machines with an H200 a plan took 35 to 200 ms."""
 _FLASH = {"least": 1.0, "expected": 1.4, "most": 2.0}
 """How many times as long as cuDNN's attention PyTorch's own flash attention takes."""
 _REPLAYING = ("reduce-overhead", "max-autotune")
@@ -319,7 +321,8 @@ def use_channels_last(columns: StepColumns, setting: Setting) -> StepColumns:
 def find_attention_plans(step: ReplayedStep) -> list[int]:
     """Return the calls before which the host stands still to plan cuDNN's attention for sizes that it has not had.
 
-    Pauses before at most half of a step's attention are plans: what Python does before all of it is none.
+    Pauses before at most half of a step's attention are plans: what Python does before all of it is none. One must be
+    long: shorter ones may be the machine's.
     """
     columns = step.columns
     launches = [
@@ -332,7 +335,8 @@ def find_attention_plans(step: ReplayedStep) -> list[int]:
         if gap_ns > PAUSE_NS:
             following = bisect_left(launches, (call,))
             plans += [call] if any(is_planned for _, is_planned in launches[following : following + 1]) else []
-    return plans if 2 * len(plans) <= sum(is_planned for _, is_planned in launches) else []
+    is_rare = 2 * len(plans) <= sum(is_planned for _, is_planned in launches)
+    return plans if is_rare and any(columns.gap_ns[call] > _PLANNING_NS for call in plans) else []
 
 
 def use_flash_attention(columns: StepColumns, setting: Setting) -> StepColumns:
