@@ -28,7 +28,6 @@ from profkit.run.lines import LineTime
 
 if TYPE_CHECKING:
     from profkit.analysis.ranks.comparison import RanksResult
-    from profkit.analysis.step_replay.limits import StepLimits
 
 Kind = Limit | Literal["data", "phase", "rest"]
 """What a part of a step is: a `Limit` (``data`` is the wait for a batch, which ``python`` leaves out), or a phase."""

@@ -63,7 +63,7 @@ class LineRecorder:
         self._sampler.watch(threading.get_ident(), "backward")
 
     def step_ended(self, times: dict[str, int]) -> bool:
-        """Note a step's times (`profkit.run.samples`); return whether there are enough steps."""
+        """Note a step's times (`profkit.run.manifest.Samples`); return whether there are enough steps."""
         self._sampler.step_ended()
         self._steps.append(times)
         rare = self._find_rare()

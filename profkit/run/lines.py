@@ -53,10 +53,10 @@ class LineSteps:
     """How the lines of one process were looked for.
 
     ``steps`` are the times of each step and its phases, as those of unprofiled steps are written
-    (`profkit.run.samples`). ``batches`` were made by workers of data loaders meanwhile, each in ``batch_ns`` (mean);
-    all threads of the worker together ran on CPUs for ``batch_cpu_ns`` of it. ``no_waits`` says why synchronizing calls
-    are not known, None if they are. With ``is_after_rare`` they follow on a rare step that is left out, since it took
-    far longer than the later ones.
+    (`profkit.run.manifest.Samples`). ``batches`` were made by workers of data loaders meanwhile, each in
+    ``batch_ns`` (mean); all threads of the worker together ran on CPUs for ``batch_cpu_ns`` of it. ``no_waits``
+    says why synchronizing calls are not known, None if they are. With ``is_after_rare`` they follow on a rare step
+    that is left out, since it took far longer than the later ones.
     """
 
     steps: tuple[dict[Word, int], ...]
