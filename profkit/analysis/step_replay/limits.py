@@ -7,7 +7,7 @@ gaps, so that they sum up to the step, in integers. `StepLimits` holds the sums 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import Any, Literal, NamedTuple
 
@@ -49,8 +49,7 @@ class Moment(NamedTuple):
     is_end: bool
 
 
-@dataclass(frozen=True)
-class Piece:
+class Piece(NamedTuple):
     """A piece of the chain, and the call or operation that it leads to."""
 
     cause: Cause
@@ -82,8 +81,7 @@ _LARGEST_MISFIT = 0.15
 _HOST = (Limit.PYTHON, Limit.PREPARING, Limit.WAITING)
 
 
-@dataclass(frozen=True)
-class LimitPart:
+class LimitPart(NamedTuple):
     """A part of what limits a step.
 
     ``cause`` is a `Cause` or the category of an operation, ``phase`` is `OUTSIDE` of all phases, ``module`` the
@@ -175,7 +173,7 @@ class StepLimits:
             "limits": sum_parts(self.parts, "limit"),
             "limited_by": self.limited_by,
             "by_phase": self.by_phase,
-            "parts": [asdict(part) for part in self.parts],
+            "parts": [part._asdict() for part in self.parts],
             "lines": [asdict(line) for line in self.lines],
             "unplaced_ns": self.unplaced_ns,
             **({"by_rank": {str(rank): time_ns for rank, time_ns in self.by_rank.items()}} if self.by_rank else {}),
@@ -319,7 +317,7 @@ def find_limits(ranks: Sequence[RankRun]) -> list[tuple[int, Piece]]:
 def cut_before(pieces: Iterable[Piece], time_ns: int) -> list[Piece]:
     """Return the pieces, or what is left of them, after a time: before it other steps were not over."""
     left = (piece for piece in pieces if piece.end_ns > time_ns)
-    return [piece if piece.start_ns >= time_ns else replace(piece, start_ns=time_ns) for piece in left]
+    return [piece if piece.start_ns >= time_ns else piece._replace(start_ns=time_ns) for piece in left]
 
 
 def _last_moment(found: Replayed) -> Moment | None:

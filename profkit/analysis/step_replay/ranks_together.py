@@ -309,7 +309,7 @@ def limit_ranks(
         for part in recorded[at][1].place(steady.ranks[at].columns, piece)
     ]
     times = share_out(step_ns, [part.time_ns for _, part in parts])
-    parts = [(rank, replace(part, time_ns=time_ns)) for (rank, part), time_ns in zip(parts, times, strict=True)]
+    parts = [(rank, part._replace(time_ns=time_ns)) for (rank, part), time_ns in zip(parts, times, strict=True)]
     by_rank = {rank: [part for of, part in parts if of == rank] for rank in replays}
     placed = {rank: place_lines(mine, lines.get(rank, ())) for rank, mine in by_rank.items()}
     return StepLimits(

@@ -149,14 +149,17 @@ class Queues:
 
     def __init__(self, backlog_ns: Mapping[int, list[int]]) -> None:
         self._backlog_ns = backlog_ns
-        self._rows: defaultdict[int, list[int]] = defaultdict(list)
+        self.rows: defaultdict[int, list[int]] = defaultdict(list)
+        """Those of this step, by stream, each as often as it takes places."""
+        self.surely_room = QUEUE_DEPTH - max(map(len, backlog_ns.values()), default=0)
+        """A stream with fewer rows has room."""
 
     def find_room(self, stream: int, start_ns: Sequence[int]) -> tuple[int, int]:
         """Return when a launch finds room in a stream's queue, and the operation that makes it by beginning then.
 
         It is 0 where there is room, and the operation is `EARLIER` where another step has launched it.
         """
-        rows, backlog_ns = self._rows[stream], self._backlog_ns.get(stream, ())
+        rows, backlog_ns = self.rows[stream], self._backlog_ns.get(stream, ())
         at = len(rows) - QUEUE_DEPTH
         if at >= 0:
             return start_ns[rows[at]], rows[at]
@@ -164,7 +167,7 @@ class Queues:
         return (backlog_ns[at], EARLIER) if at >= 0 else (0, NONE)
 
     def add(self, stream: int, row: int, slots: int) -> None:
-        self._rows[stream].extend([row] * slots)
+        self.rows[stream].extend([row] * slots)
 
 
 def prepare(step: StepColumns, constants: Constants) -> StepColumns:
@@ -213,6 +216,7 @@ def run_on(  # noqa: PLR0912  the loop, in one piece
     call_start, call_end, call_cause = found.call_start_ns, found.call_end_ns, found.call_cause
     start, end, cause = found.start_ns, found.end_ns, found.cause
     queues, slots = Queues(step.backlog_ns), step.slots
+    queued, surely_room = queues.rows, queues.surely_room
     calls = zip(step.before, step.gap_ns, step.own_ns, step.kind, step.launches, strict=True)
     for at, (earlier, gap, own, kind, (first, last)) in enumerate(calls):
         begun = gap if earlier < 0 else call_end[earlier] + gap
@@ -226,9 +230,10 @@ def run_on(  # noqa: PLR0912  the loop, in one piece
             if kind == COPY:
                 ready = ended
             else:
-                room_ns, row = queues.find_room(streams[first], start)
-                if room_ns > ended:
-                    ended, call_cause[at] = room_ns, row
+                if len(queued[streams[first]]) >= surely_room:
+                    room_ns, row = queues.find_room(streams[first], start)
+                    if room_ns > ended:
+                        ended, call_cause[at] = room_ns, row
                 ready = begun + round(shares[at] * own) if at in shares else max(begun, ended + latency[first])
             for row in range(first, last):
                 begins, last_row = ready, previous[row]
@@ -246,7 +251,7 @@ def run_on(  # noqa: PLR0912  the loop, in one piece
                 if row in shared:
                     yield begins
                 start[row], end[row] = begins, begins + duration[row]
-                queues.add(streams[row], row, slots[row])
+                queued[streams[row]].extend([row] * slots[row])
             if kind == COPY:
                 ended = max(ended, end[last - 1] + step.call_end_ns[at] - step.end_ns[last - 1])
                 call_cause[at] = last - 1
@@ -297,17 +302,19 @@ def follow(step: StepColumns, found: Replayed) -> StepColumns:
 def _still_busy(step: StepColumns, found: Replayed, host_ns: int) -> dict[int, int]:
     ends = dict(step.free_ns)
     for stream, end in zip(step.stream, found.end_ns, strict=True):
-        ends[stream] = max(ends.get(stream, 0), end)
+        if end > host_ns:
+            ends[stream] = max(ends.get(stream, 0), end)
     return {stream: end - host_ns for stream, end in ends.items() if end > host_ns}
 
 
 def _still_queued(step: StepColumns, found: Replayed, host_ns: int) -> dict[int, list[int]]:
     begins: defaultdict[int, list[int]] = defaultdict(list)
     for stream, earlier in step.backlog_ns.items():
-        begins[stream].extend(earlier)
+        begins[stream].extend(start - host_ns for start in earlier if start > host_ns)
     for stream, start, slots in zip(step.stream, found.start_ns, step.slots, strict=True):
-        begins[stream].extend([start] * slots)
-    return {stream: [start - host_ns for start in starts if start > host_ns] for stream, starts in begins.items()}
+        if start > host_ns:
+            begins[stream].extend([start - host_ns] * slots)
+    return dict(begins)
 
 
 def _own_times(step: StepColumns, constants: Constants) -> list[int]:

@@ -135,10 +135,7 @@ class ReplayedStep:
         if step.late_ns:
             parts.append(LimitPart(Limit.PYTHON, Cause.PYTHON.value, DATA, None, step.late_ns))
         times = share_out(whole_ns, [part.time_ns for part in parts])
-        return [
-            LimitPart(part.limit, part.cause, part.phase, part.module, time_ns)
-            for part, time_ns in zip(parts, times, strict=True)
-        ]
+        return [part._replace(time_ns=time_ns) for part, time_ns in zip(parts, times, strict=True)]
 
     def place(self, step: StepColumns, piece: Piece) -> Iterator[LimitPart]:
         at, is_call, time_ns = piece.to.at, piece.to.is_call, piece.end_ns - piece.start_ns

@@ -241,6 +241,8 @@ def divide_idle(parts: GpuParts, data: DataWait, idle_ns: int, data_change_ns: i
 
 def share_out(total_ns: int, weights: Sequence[int]) -> list[int]:
     """Return integers in the ratio of the weights that sum up to a total; without any weight the last has it all."""
+    if len(weights) == 1:
+        return [total_ns]
     whole = sum(weights)
     if not whole:
         return [*([0] * (len(weights) - 1)), total_ns]
