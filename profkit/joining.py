@@ -6,13 +6,11 @@ by one worker, which hands back light records; what comes out does not depend on
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import shutil
 import stat
 from collections import Counter
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -131,6 +129,9 @@ def _read_by_processes(sources: Sequence[RankSource], workers: int | None) -> li
     count = min(workers or len(os.sched_getaffinity(0)), len(sources))
     if count < 2:
         return [reduce_source(source) for source in sources]
+    import multiprocessing
+    from concurrent.futures import ProcessPoolExecutor
+
     with ProcessPoolExecutor(count, mp_context=multiprocessing.get_context("spawn")) as pool:
         return list(pool.map(reduce_source, sources))
 

@@ -178,6 +178,10 @@ TRACES = PACKAGE.parent / "traces"
                 "profkit.trace.kineto",
             },
         ),
+        (
+            ["summary", str(TRACES / "small-train.nsys2025.sqlite")],
+            {"multiprocessing", "concurrent.futures", "profkit.report.commands.ranks"},
+        ),
         (["memory", str(TRACES / "small-train.snapshot.pickle.gz")], set()),
     ],
 )

@@ -11,9 +11,7 @@ from profkit.analysis.summarize import summarize_capture
 from profkit.cli.options import FILE, POSITIVE, capture_argument
 from profkit.cli.outputs import Output, output_options, refuse_overwriting, shown_after_a_second
 from profkit.errors import UsageError
-from profkit.joining import read_ranks
 from profkit.reading import open_capture
-from profkit.report.commands.ranks import build_ranks_document
 from profkit.report.commands.summary import build_summary_document
 
 _DEFAULT_TOP = 16
@@ -49,6 +47,9 @@ def ranks(run: Path, top: int | None, output: Output) -> None:
     RUN is a run directory of several ranks, a directory that holds one for each node, or one trace of several ranks.
     Each rank is read by itself: from its trace, else from the light record that it left.
     """
+    from profkit.joining import read_ranks  # both load what a summary of one rank need not wait for
+    from profkit.report.commands.ranks import build_ranks_document
+
     refuse_overwriting([run], [output.path])
     with shown_after_a_second(f"reading {run.name}"):
         result = read_ranks(run)
