@@ -65,8 +65,7 @@ GUIDES = (
 )
 """The topics of ``profkit help``, in the order in which a new user needs them; the first line of each is its title."""
 
-_KEPT_BYTES = (1 << 25) - (1 << 16)
-"""Just below 32 MiB: a larger block does not change what glibc keeps."""
+_KEPT_BYTES = 1 << 24
 
 
 class _LazyGroup(click.Group):
