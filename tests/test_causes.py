@@ -1471,7 +1471,7 @@ def test_nothing_found_says_how_much_of_the_step_is_communication() -> None:
     """In a tree of the GPU's time the products' share is that of kernels that compute."""
     communicating = LimitPart(Limit.COMMUNICATING, "communication", "backward", None, 30 * MS)
     limits = StepLimits(100 * MS, 100 * MS, None, AS_RECORDED)
-    limits = replace(limits, parts=(communicating, replace(communicating, cause="python", time_ns=70 * MS)))
+    limits = replace(limits, parts=(communicating, communicating._replace(cause="python", time_ns=70 * MS)))
     opened = open_capture(ROOT / "traces" / "tiny-train-cpu.nsys2023.sqlite")
     summary = Summary("run", has_trace=True, limits=limits)
     nothing = "Nothing found that surely saves more than 2 %: the step is "
