@@ -288,12 +288,12 @@ def masks(causal: int = 0, empty: int = 0) -> dict[str, Any]:
     return works(("h.*/h.*.attn", "_scaled_dot_product_flash_attention", 50, MIB), given_masks=[given])
 
 
-def scored(counted: int) -> tuple[Program, dict[str, Any]]:
-    """Return a program of a model and a head, and that the loss counts so many of a hundred positions."""
+def scored(counted: int, positions: int = 100) -> tuple[Program, dict[str, Any]]:
+    """Return a program of a model and a head, and that the loss counts so many of its positions."""
     head = within("lm_head", launch(MISH[0], 9_000), launch(NVJET, 600_000))
     forward = within("forward", within("h.0", launch(NVJET, 900_000)), head)
     backward = within("backward", launch(SOFTMAX, 400_000), head, within("h.0", launch(NVJET, 900_000)))
-    given = {"module": "lm_head", "positions": 100, "counted": counted}
+    given = {"module": "lm_head", "positions": positions, "counted": counted}
     return equal_steps(forward, launch(SOFTMAX, 400_000), backward, wait), works(scored_positions=[given])
 
 
@@ -925,6 +925,7 @@ NEARLY: list[Case] = [
     # The waits are the program's own.
     ("convolution-search", searched_convolution(ADD), {"conditions": {"cudnn_benchmark": True}}),
     ("ignored-positions", *scored(90)),
+    ("ignored-positions", *scored(0, 0)),
     # Gathering and scattering take as long in compiled code.
     ("compile", small_kernels(SCATTER), {}),
     ("anomaly", backward_that_waits(), {"conditions": {"anomaly_detection": False}}),

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import accumulate, groupby, pairwise
 from pathlib import PurePath
@@ -327,7 +327,6 @@ def _attention_plans(evidence: Evidence) -> Iterator[Cause]:
     if step is None or not plans:
         return
     planning_ns = sum(step.columns.gap_ns[call] for call in plans)
-    modules = [module for module in (step.module[call] for call in plans) if module is not None]
     lines = [line for line in evidence.lines if line.method == "scaled_dot_product_attention"]
     line = max(lines, key=lambda line: line.time_ns, default=None)
     yield Cause(
@@ -335,7 +334,7 @@ def _attention_plans(evidence: Evidence) -> Iterator[Cause]:
         cause=f"attention is planned anew for {name_ms(planning_ns)} a step",
         detail=" by cuDNN, once for each length",
         line=None if line is None else source_line(line),
-        module=max(modules, key=modules.count, default=None),
+        module=_module_of_most(step, plans),
         change="torch.backends.cuda.enable_cudnn_sdp(False), or batches of few lengths",
         changes=edits("no-cudnn-attention"),
         edit="no-cudnn-attention",
@@ -350,12 +349,11 @@ def _searches(evidence: Evidence) -> Iterator[Cause]:
     searches = [] if step is None else [*_find_searches(step)]
     if step is None or not searches or evidence.condition("cudnn_benchmark") is not True:
         return
-    modules = [module for module in (step.module[search[0]] for search in searches) if module is not None]
     yield Cause(
         code="convolution-search",
         cause=f"cuDNN tries all kernels of a convolution, {name_times(len(searches))}",
         detail=": cudnn.benchmark is on, and sizes are new",
-        module=max(modules, key=modules.count, default=None),
+        module=_module_of_most(step, [search[0] for search in searches]),
         change="torch.backends.cudnn.benchmark = False, or inputs of few sizes",
         changes=[drop_stretches("convolution-search", _find_searches, "how fast convolutions are without a search")],
         costs="convolutions may take longer; where sizes are few, all are tried after some steps",
@@ -363,10 +361,15 @@ def _searches(evidence: Evidence) -> Iterator[Cause]:
     )
 
 
+def _module_of_most(step: ReplayedStep, calls: Iterable[int]) -> str | None:
+    """Return the module in which most of these calls are made, None if none of them is in one."""
+    modules = Counter(module for module in (step.module[call] for call in calls) if module is not None)
+    return max(modules, key=lambda module: modules[module], default=None)
+
+
 def _find_searches(step: ReplayedStep) -> Iterator[range]:
     """Yield the calls of each search: waits for convolutions in one module and phase, without a kernel of torch's."""
-    columns = step.columns
-    names = [step.names[row] for row in columns.row.tolist()]
+    columns, names = step.columns, step.operation_names
     of_torch = accumulate(any("at::native" in names[row] for row in range(*rows)) for rows in columns.launches)
     places = [*zip(step.phase, step.module, of_torch, strict=True)]
     waits = (call for call, kind in enumerate(columns.kind) if kind == WAIT)
@@ -473,8 +476,7 @@ def _convolutions(evidence: Evidence) -> Iterator[str]:
 
 
 def _names_of_convolutions(step: ReplayedStep) -> tuple[str, ...]:
-    names = (step.names[row] for row in step.columns.row.tolist())
-    return tuple(name for name in names if is_convolution(name))
+    return tuple(name for name in step.operation_names if is_convolution(name))
 
 
 NOTES: tuple[Callable[[Evidence], Iterator[str]], ...] = (

@@ -430,7 +430,7 @@ def _needless_masks(evidence: Evidence) -> Iterator[Cause]:
 def _ignored_positions(evidence: Evidence) -> Iterator[Cause]:
     """The loss ignores most of what a model's last module scores: words of a prompt, or words that are not masked."""
     for scored in () if evidence.work is None else evidence.work.scored_positions:
-        left = scored.counted / scored.positions
+        left = scored.counted / scored.positions if scored.positions else 1.0
 
         def choose(step: ReplayedStep, module: str = scored.module) -> list[int]:
             return _scores_and_loss(evidence.operations(step), module)
@@ -457,7 +457,7 @@ def _scores_and_loss(operations: Sequence[Operation], module: str) -> list[int]:
         is_open = bool(between) or (is_own and one.phase == FORWARD)
         if is_own and one.phase == BACKWARD:
             chosen += between
-            between, is_open = [], False
+            between = []
             chosen += [one.at] if one.category != "copy/cast" else []
         elif one.phase == OPTIMIZER:
             between = []

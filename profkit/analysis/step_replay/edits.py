@@ -216,7 +216,7 @@ def find_zeroed_gradients(step: ReplayedStep) -> list[int]:
     Fills are theirs if several follow one another outside of all phases, and the backward pass then adds to them.
     """
     columns = step.columns
-    names = [step.names[row] for row in columns.row.tolist()]
+    names = step.operation_names
     together = [at for at, name in enumerate(names) if "ZeroFunctor" in name]
     if together:
         return together
@@ -229,7 +229,7 @@ def find_zeroed_gradients(step: ReplayedStep) -> list[int]:
 def _find_sums(step: ReplayedStep, zeroed: Sequence[int]) -> list[int]:
     """A sum reads two tensors and writes one, where a fill writes one."""
     columns = step.columns
-    is_sum = ["CUDAFunctor_add<float>" in step.names[row] for row in columns.row.tolist()]
+    is_sum = ["CUDAFunctor_add<float>" in name for name in step.operation_names]
     in_backward = [at for at, fits in enumerate(is_sum) if fits and step.phase[columns.launcher[at]] == BACKWARD]
     needed_ns = _SUM_TO_FILL * sum(columns.duration_ns[at] for at in zeroed)
     longest = sorted(in_backward, key=lambda at: -columns.duration_ns[at])

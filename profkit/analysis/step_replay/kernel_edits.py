@@ -143,7 +143,7 @@ def is_recurrent(name: str) -> bool:
 
 
 def has_recurrent_layers(step: ReplayedStep) -> bool:
-    return any(is_recurrent(step.names[row]) for row in step.columns.row.tolist())
+    return any(map(is_recurrent, step.operation_names))
 
 
 def find_fusable(step: ReplayedStep) -> list[int]:
@@ -335,8 +335,8 @@ def find_attention_plans(step: ReplayedStep) -> list[int]:
     plans = []
     for call, gap_ns in enumerate(columns.gap_ns):
         if gap_ns > PAUSE_NS:
-            following = bisect_left(launches, (call,))
-            plans += [call] if any(is_planned for _, is_planned in launches[following : following + 1]) else []
+            at = bisect_left(launches, (call,))
+            plans += [call] if at < len(launches) and launches[at][1] else []
     is_rare = 2 * len(plans) <= sum(is_planned for _, is_planned in launches)
     return plans if is_rare and any(columns.gap_ns[call] > _PLANNING_NS for call in plans) else []
 

@@ -116,6 +116,11 @@ class ReplayedStep:
     copied_bytes: Mapping[int, int] = field(default_factory=dict)
 
     @cached_property
+    def operation_names(self) -> list[str]:
+        """The names of the operations, in the order of the columns."""
+        return [self.names[row] for row in self.columns.row.tolist()]
+
+    @cached_property
     def paused_ns(self) -> int:
         """How long the host stood still in long pauses, without waits for data."""
         gaps = zip(self.columns.gap_ns, self.gap_phases, strict=True)

@@ -74,6 +74,7 @@ class _Setting(Change):
     """A setting of torch, made before the first step and again where the script sets it back."""
 
     what = ""
+    _needs_gpu = True
     _steps = 0
 
     def is_on(self) -> bool:
@@ -91,6 +92,7 @@ class _Setting(Change):
 
     def prove(self) -> str:
         self.require(self.refusal is None and self.is_on(), f"{self.what} did not stay")
+        self.require(torch.cuda.is_initialized() or not self._needs_gpu, NO_GPU)
         return f"{self.what} held in {count(self._steps, 'step')}"
 
 
@@ -114,7 +116,6 @@ class Tf32(_Setting):
 
     def prove(self) -> str:
         held = super().prove()
-        self.require(torch.cuda.is_initialized(), NO_GPU)
         self.require(_computes_in_tf32(), "a product of fp32 matrices is still exact to fp32")
         return f"{held}, and a product of fp32 matrices has TF32's error"
 
@@ -147,7 +148,6 @@ class CudnnBenchmark(_Setting):
 
     def prove(self) -> str:
         held = super().prove()
-        self.require(torch.cuda.is_initialized(), NO_GPU)
         self.require(self._convolves, "no model with a convolution was called")
         return f"{held}, in which convolutions ran"
 
@@ -163,11 +163,6 @@ class NoCudnnAttention(_Setting):
     def turn_on(self) -> None:
         torch.backends.cuda.enable_cudnn_sdp(False)
 
-    def prove(self) -> str:
-        held = super().prove()
-        self.require(torch.cuda.is_initialized(), NO_GPU)
-        return held
-
 
 def is_convolution(module: nn.Module) -> bool:
     return isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d)
@@ -175,6 +170,8 @@ def is_convolution(module: nn.Module) -> bool:
 
 class Threads(_Setting):
     """How many threads torch computes with on the CPU."""
+
+    _needs_gpu = False
 
     def __init__(self, argument: str) -> None:
         super().__init__(argument)
