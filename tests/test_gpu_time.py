@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from profkit import read_trace
@@ -111,6 +111,7 @@ kernels = st.lists(
 
 @settings(max_examples=60, deadline=None)
 @given(calls, kernels, st.integers(0, 300), st.integers(1, 300))
+@example([(0, 2, "cudaLaunchKernel_v7000", 100)], [(0, 1, 0, "copy", 100, 0)], 0, 2)
 def test_the_parts_of_a_range_equal_counting_nanoseconds(
     tmp_path_factory: pytest.TempPathFactory,
     some_calls: list[tuple[int, int, str, int]],
@@ -205,6 +206,13 @@ def _slow_parts(trace: Trace, device: int, start: int, end: int) -> GpuParts:
         for i in mine.tolist():
             if "Synchronize" in trace.names[trace.calls.name[i]]:
                 sync[trace.calls.start_ns[i] : trace.calls.end_ns[i]] = True
+        # A call that returns only after the copy that it launched waits for it from the copy's end on.
+        copies = trace.copies
+        for row in np.flatnonzero(copies.launch_thread == thread).tolist():
+            begun, ended = int(copies.launch_ns[row]), int(copies.end_ns[row])
+            call = next(i for i in mine.tolist() if trace.calls.start_ns[i] == begun)
+            if begun < ended < trace.calls.end_ns[call]:
+                sync[ended : trace.calls.end_ns[call]] = True
         launching |= on_the_way & ~sync
         waiting |= sync
     idle = ~(computing | talking | copying)
