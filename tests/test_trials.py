@@ -16,7 +16,7 @@ from profkit.analysis.trials import Trial, find_best, latest_trials, summarize_t
 from profkit.errors import RunError
 from profkit.launch.trials import _combine
 from profkit.reading import open_capture
-from profkit.report.commands.edits import describe_trial, write_change, write_code
+from profkit.report.commands.edits import _prediction, describe_trial, write_change, write_code
 from profkit.report.commands.summary import build_summary_document
 from profkit.report.document import render
 from profkit.report.page.page import render_report
@@ -117,6 +117,14 @@ def test_a_prediction_holds_if_its_interval_has_the_measured_step() -> None:
     assert not replace(fused, change_ns=-2e6).is_as_predicted
     assert replace(fused, prediction=replace(PREDICTION, high_ns=None), change_ns=5e6).is_as_predicted
     assert trials[()].is_as_predicted is None
+
+
+def test_a_prediction_outside_of_which_the_mean_alone_lies_is_left_to_more_processes() -> None:
+    fused = replace(trials_of(*FUSED, predictions=(PREDICTION,))["optimizer:fused",], change_ns=-2e6)
+    for high_ns, said in ((-1.8e6, "DID NOT HOLD"), (0.5e6, "DID NOT HOLD by the mean; more --processes decide")):
+        trial = replace(fused, change_low_ns=-2.2e6, change_high_ns=high_ns)
+        assert not trial.is_as_predicted
+        assert _prediction(trial).endswith(f": {said}")
 
 
 def test_edits_that_helped_are_combined_the_best_of_a_kind() -> None:

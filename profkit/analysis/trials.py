@@ -96,11 +96,21 @@ class Trial:
     @property
     def is_as_predicted(self) -> bool | None:
         """Whether the predicted interval holds the measured step; None where nothing was predicted or measured."""
-        prediction = self.prediction
-        if prediction is None or prediction.now_ns is None or prediction.low_ns is None or self.change_ns is None:
+        return None if self.change_ns is None else self._is_predicted(self.change_ns, self.change_ns)
+
+    @property
+    def may_be_as_predicted(self) -> bool | None:
+        """Whether some of the measured interval is predicted: of few processes it is wide."""
+        if self.change_low_ns is None or self.change_high_ns is None:
             return None
-        after_ns = prediction.now_ns + self.change_ns
-        return prediction.low_ns <= after_ns <= (math.inf if prediction.high_ns is None else prediction.high_ns)
+        return self._is_predicted(self.change_low_ns, self.change_high_ns)
+
+    def _is_predicted(self, change_low_ns: float, change_high_ns: float) -> bool | None:
+        prediction = self.prediction
+        if prediction is None or prediction.now_ns is None or prediction.low_ns is None:
+            return None
+        high_ns = math.inf if prediction.high_ns is None else prediction.high_ns
+        return prediction.now_ns + change_low_ns <= high_ns and prediction.low_ns <= prediction.now_ns + change_high_ns
 
     def to_dict(self) -> dict[str, Any]:
         loss, prediction = self.loss, self.prediction

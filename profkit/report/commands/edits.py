@@ -409,7 +409,11 @@ def _prediction(trial: Trial) -> str:
         said = f"at best {SIGNED_NS.show(low_ns)}"
     else:
         said = format_interval(low_ns, prediction.high_ns - prediction.now_ns)
-    return f"predicted {said}: {'held' if trial.is_as_predicted else 'DID NOT HOLD'}"
+    if trial.is_as_predicted:
+        return f"predicted {said}: held"
+    return (
+        f"predicted {said}: DID NOT HOLD{' by the mean; more --processes decide' if trial.may_be_as_predicted else ''}"
+    )
 
 
 def _short_place(place: str) -> str:
