@@ -47,8 +47,8 @@ _CUDNN_ATTENTION = re.compile("cudnn.*(sdpa|compute_dot_do_o)")
 _PLANNING_NS = 10_000_000
 """On two machines with an H200 a plan took 35 to 200 ms."""
 _FLASH = {"least": 1.0, "expected": 1.5, "most": 2.7}
-"""How many times as long as cuDNN's attention PyTorch's own takes, forward and backward: on an H200 1.0 to 1.9 without a
-mask, but for the shortest, and with one, which flash attention has no kernels for, 1.2 to 2.7.
+"""How many times as long as cuDNN's attention PyTorch's own takes, forward and backward: on an H200 1.0 to 1.9 without
+a mask, but for the shortest, and with one, which flash attention has no kernels for, 1.2 to 2.7.
 """
 _REPLAYING = ("reduce-overhead", "max-autotune")
 """Modes of torch.compile that replay CUDA graphs."""
