@@ -556,17 +556,19 @@ def stacks_samples(function: str) -> tuple[Program, dict[str, Any]]:
     return program, {**given, "lines": [*given["lines"], librarys]}
 
 
-def waits_in_bursts(batch_ns: int, *work: Action, workers: int = 4, every: int = 10) -> tuple[Program, dict[str, Any]]:
-    """Return steps of which none that was recorded waits for the workers, and one of so many others for them all."""
+def waits_in_bursts(
+    batch_ns: int, *work: Action, workers: int = 4, every: int = 10, is_recorded: bool = False
+) -> tuple[Program, dict[str, Any]]:
+    """Return steps of which one of so many waits for the workers for them all; it is recorded, or none that does."""
     program, given = with_workers(50_000, 64, batch_ns, *work, workers=workers)
     step_ns, loader = program.lengths[1], {"batches": 50, "batch_ns": batch_ns, "batch_cpu_ns": batch_ns}
-    usual = {"step_ns": step_ns, "data_ns": 50_000, "forward_event_ns": step_ns - 70_000, "forward_host_ns": step_ns}
-    waiting = {**usual, "step_ns": step_ns + BURST_NS, "data_ns": BURST_NS + step_ns // 2}
-    return program, {
-        **given,
-        "loader": loader,
-        "attached": {"steps": [*[usual] * (every - 1), waiting] * (10 // every)},
-    }
+    if is_recorded:
+        usual, late = ([within("data", python(time_ns)), *work] for time_ns in (50_000, BURST_NS + step_ns // 2))
+        program = Program(usual, late, *[usual] * (STEPS - 2))
+    timed = {"step_ns": step_ns, "data_ns": 50_000, "forward_event_ns": step_ns - 70_000, "forward_host_ns": step_ns}
+    waiting = {**timed, "step_ns": step_ns + BURST_NS, "data_ns": BURST_NS + step_ns // 2}
+    steps = [*[timed] * (every - 1), waiting] * (10 // every)
+    return program, {**given, "loader": loader, "attached": {"steps": steps}}
 
 
 def restarts(start_ns: int, batches: int = 10) -> tuple[Program, dict[str, Any]]:
@@ -1046,6 +1048,7 @@ NAMED: dict[str, Case] = {
     },
     # Four workers that take 20 ms for a batch are too slow for 5 ms; those that take 4 ms are late for another reason.
     "workers that are waited for in bursts": ("loader", *BURSTS),
+    "workers that one recorded step waits for": ("loader", *waits_in_bursts(20 * MS, *IN_FP32, is_recorded=True)),
     "workers that every other step waits for": ("loader", *waits_in_bursts(20 * MS, *IN_FP32, every=2)),
     "workers that are started anew": ("loader", *restarts(BURST_NS)),
     "workers that a full queue hides": ("loader", *with_workers(0, 64, 20 * MS, launch(NVJET, 2 * MS), wait)),
@@ -1220,6 +1223,7 @@ WITHOUT: dict[str, tuple[float, float | None]] = {
     "the same after no work": (20 * 201_000, 0.02),
     "a loader without workers": (loads(5 * MS)[0].lengths[0] - 5 * MS + 250_000, None),
     "workers that are waited for in bursts": (BURSTS[0].lengths[1] + 200_000, 0.01),
+    "workers that one recorded step waits for": (BURSTS[0].lengths[1] + 200_000, 0.01),
     # An epoch's first batch is waited for with workers that stay, too.
     "workers that a full queue hides": (2 * MS + 14_000, 0.02),
     "samples that are padded": (5 * MS + 31_000, 0.02),
@@ -1600,11 +1604,17 @@ def test_a_kernel_in_16_bits_or_of_whole_numbers_is_no_faster_in_bf16() -> None:
 def test_a_function_of_the_dataset_whose_lines_take_a_batch_together_is_what_to_do_once(tmp_path: Path) -> None:
     program, given = slow_dataset(55 * MS, 50 * MS, batch_ns=220 * MS)
     (parse,) = given["lines"]
-    for function, change in (("Data.stamp", "do what Data.stamp does once"), ("Data.__getitem__", "num_workers")):
-        lines = [replace(parse, line=number, function=function) for number in range(12, 16)]
+
+    def advise(name: str, function: str, *called: str) -> str:
+        lines = [replace(parse, line=at, function=function, called=call) for at, call in enumerate(called, 12)]
         lines[0] = replace(lines[0], function=f"{function}.<lambda>")
-        result = program.write(tmp_path / function, **{**given, "lines": lines})
-        assert change in by_code(result)["loader"].change if "loader" in by_code(result) else change == "num_workers"
+        result = by_code(program.write(tmp_path / name, **{**given, "lines": lines}))
+        return result["loader"].change if "loader" in result else "num_workers"
+
+    assert "do what Data.stamp does once" in advise("own", "Data.stamp", "parse", "cut", "join", "sort")
+    assert "num_workers" in advise("sample", "Data.__getitem__", "parse", "cut", "join", "sort")
+    # The lines of a sample that call the same are one.
+    assert "do atoms.tolist once" in advise("same", "Data.__getitem__", *("atoms.tolist", "bonds.tolist") * 2)
 
 
 def test_the_order_of_volumes_has_a_name_of_its_own(tmp_path: Path) -> None:
@@ -1650,6 +1660,21 @@ def test_a_generators_gradients_before_the_discriminators_step_need_nothing_of_i
         ("judges", pytest.approx(2 * MS, rel=0.02)),
     ]
     assert found[0].change == ".detach() of what makes made, for the other optimizer's loss"
+
+
+def test_what_a_loop_goes_over_is_read_in_the_line_above_it(tmp_path: Path) -> None:
+    """Without the loop nobody reads it, and the GPU's work hides the launches."""
+    whole = within("forward/model/mlp", launch(NVJET, 4 * MS))
+    program = equal_steps(whole, within("forward/model/act", wait, launch(ADD, 3_000, 400)), wait)
+    counted = works(("act", "sum", 20, 2**20))
+    expected_ns = []
+    for number in (19, 18):
+        head = line(MS, "forward", "sizes.tolist", line=number, waits=1.0, file="/code/model.py")
+        found = by_code(program.write(tmp_path / str(number), [head], **counted))["loop"]
+        assert found.line is not None
+        assert found.line.line == 20
+        expected_ns.append(after(found)[1])
+    assert expected_ns[0] < expected_ns[1]
 
 
 def test_calls_of_several_passes_are_one_call_in_each_of_them(tmp_path: Path) -> None:
@@ -1800,6 +1825,12 @@ def test_how_much_of_rare_steps_a_line_has_is_said_unless_it_has_most(tmp_path: 
 
     half = replace(line(2 * MS, called="torch.save", line=50), error_ns=MS, samples=160)
     assert advise(half).cause == "one step in 10 takes 40 ms longer, 20 ms of it for torch.save"
+    evaluating = replace(line(4 * MS, "inference", "model", line=50), error_ns=2 * MS)
+    assert advise(evaluating).change.endswith("or on larger batches")
+    manifest = json.loads((tmp_path / "manifest.json").read_text())
+    manifest["conditions"] = {"autocast_dtypes": ["bfloat16"], "evaluates_without_autocast": True}
+    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
+    assert advise(evaluating).change.endswith("or under the autocast that training has")
     loading = replace(line(4 * MS, "data", "DataLoader.__iter__", line=50), error_ns=2 * MS)
     assert advise(loading).change.endswith("or give its DataLoader workers that stay: persistent_workers=True")
     # What a trainer does in rare steps is no line of the user's own.
@@ -1809,6 +1840,9 @@ def test_how_much_of_rare_steps_a_line_has_is_said_unless_it_has_most(tmp_path: 
     assert found.change == "evaluate, save or log less often, or less of it"
     metrics = replace(line(MS, called="np.argmax", line=70), function="compute_metrics", error_ns=MS // 2)
     found = advise(replace(fit, time_ns=3 * MS, error_ns=3 * MS // 2), replace(fit, phase="backward"), metrics)
+    assert found.change.startswith("preprocess_logits_for_metrics that returns classes")
+    padding = "operations.pad_across_processes._pad_across_processes"
+    found = advise(replace(fit, error_ns=2 * MS, inside=padding), replace(fit, phase="backward"))
     assert found.change.startswith("preprocess_logits_for_metrics that returns classes")
 
 

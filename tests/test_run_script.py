@@ -69,6 +69,8 @@ def closure():
 
 for _ in range(4):
     optimizer.step(closure)
+with torch.no_grad():
+    model.eval()(inputs)
 """
 
 
@@ -203,6 +205,7 @@ def test_precision_autocast_and_a_backward_within_the_optimizer(place: Path, run
     manifest = manifest_of(place / "run")
     assert manifest["conditions"]["autocast_dtypes"] == ["bfloat16"]
     assert manifest["conditions"]["anomaly_detection"] is True, "it was on while the model ran"
+    assert manifest["conditions"]["evaluates_without_autocast"] is True, "after the recorded step"
     assert manifest["conditions"]["cpu_count"] >= 1
     if hasattr(torch.backends.cuda.matmul, "fp32_precision"):
         assert manifest["conditions"]["cuda_matmul_fp32_precision"] == "tf32"

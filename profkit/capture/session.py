@@ -301,15 +301,23 @@ class Session:
             self._light.end()
         if not self._is_over:
             self._end_early()
-        elif self._process is not None and self.hooks.steps.changed_to is not None:
-            # What was recorded is no training step, and the script went on to make some.
-            self._leave(replace(self._process, step_changed_to=self.hooks.steps.changed_to))
+        elif self._process is not None:
+            self._note_later_steps(self._process)
         if self.memory is not None:
             self.memory.close()
             found = self.memory.result()
             if found is not None and (self._process is None or self._process.memory != found):
                 state = COMPLETE if self.order.recorder == "oom" else NOT_REACHED
                 self._leave(replace(self._process or self._describe(state), memory=found))
+
+    def _note_later_steps(self, process: Process) -> None:
+        """Keep what the steps after the recording showed: training steps if it has none, or how they evaluate."""
+        conditions, without = process.conditions, self.hooks.has_evaluated_without_autocast
+        if conditions is not None and without:
+            conditions = replace(conditions, evaluates_without_autocast=True)
+        later = replace(process, step_changed_to=self.hooks.steps.changed_to, conditions=conditions)
+        if later != process:
+            self._leave(later)
 
     def _finish_trace(self) -> None:
         path = self.run / name_of_rank(KINETO_TRACE, self._rank or 0)
@@ -499,6 +507,7 @@ class Session:
                 self.hooks.autocast_dtypes,
                 self.hooks.optimizers.described,
                 anomaly_detection=self.hooks.has_detected_anomalies,
+                evaluates_without_autocast=self.hooks.has_evaluated_without_autocast,
             ),
             attached=tuple(self._samples.steps["attached"]),
             profiled=tuple(profiled),

@@ -171,6 +171,7 @@ class Conditions:
     ``reserved_peak_bytes`` is the most that PyTorch held of the GPU's ``gpu_memory_bytes``. ``cpu_count`` is how many
     CPUs the process may use. ``launch_blocking``: each launch waits until its kernel has run (CUDA_LAUNCH_BLOCKING).
     ``fills_uninitialized_memory``: deterministic algorithms fill each tensor that torch allocates.
+    ``evaluates_without_autocast``: a model was called in evaluation, without gradients, while no autocast was on.
     """
 
     float32_matmul_precision: Word | None = None
@@ -191,6 +192,7 @@ class Conditions:
     gpu_memory_bytes: int | None = None
     launch_blocking: bool | None = None
     fills_uninitialized_memory: bool | None = None
+    evaluates_without_autocast: bool | None = None
 
 
 @dataclass(frozen=True)

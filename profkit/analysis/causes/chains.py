@@ -15,6 +15,7 @@ from profkit.analysis.causes.evidence import (
     Evidence,
     Operation,
     SourceLine,
+    edits,
     source_line,
     sums_by_index,
 )
@@ -234,10 +235,20 @@ def _describe_chains(evidence: Evidence, chains: Mapping[ChainPlace, Sequence[Ru
         module=module,
         further_modules=[name for name, _ in chains if name is not None and name != module],
         change=change,
-        changes=[_fuse_chain(evidence, code, place, chain) for place, chain in chains.items()],
+        changes=[
+            *(_fuse_chain(evidence, code, place, chain) for place, chain in chains.items()),
+            *(_stop_reading_turns(evidence, module) if code == "loop" else ()),
+        ],
         worth=WORTH_COMPILING if code == "chain" else WORTH,
         evidence={"kernels": sum(map(len, runs)), "time_ns": sum(one.duration_ns for run in runs for one in run)},
     )
+
+
+def _stop_reading_turns(evidence: Evidence, module: str | None) -> Sequence[StepChange]:
+    """Return that nobody reads from the GPU what a loop goes over, as its line above its body does: it goes with it."""
+    body = evidence.find_operator_line(module, lambda line: line.count)
+    heads = [line for line in evidence.lines if body and line.file == body.file and line.line == body.line - 1]
+    return edits(*{f"no-host:{line.file}:{line.line}" for line in heads if line.waits >= 1 and line.thread == "main"})
 
 
 def _compares_pairs(evidence: Evidence, module: str | None) -> bool:

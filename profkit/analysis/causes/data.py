@@ -41,7 +41,11 @@ _OF_LIKE = 0.85
 _SPARE = 2.0
 """By how much workers that keep up are faster than the step: batches come unevenly, so that at 1.5 it waits."""
 _NEARLY = 2.0
-"""More workers are the simpler change, as long as the step takes no more than so many times its pace with them."""
+"""More workers are the simpler change, as long as the step takes no more than so many times its pace with them.
+
+But where a line takes most of a batch, and is not nearly all that makes it, it is what to change unless they keep up.
+"""
+_WHOLE = 0.85
 _COLLATING = ("collate.", "fetch.")
 """Files of torch's whose functions get samples one by one, and put them together."""
 _CONVERTING = ("float", "half", "bfloat16", "double", "long", "int", "type")
@@ -126,12 +130,16 @@ def cheapen_batches(evidence: Evidence, waited_ns: int, pace_ns: int) -> tuple[C
     facts = evidence.facts
     if not facts.workers or facts.batch_ns is None:
         return None
-    room = facts.room or _MANY_WORKERS
-    longest_ns = pace_ns * facts.batches_at_once(room, "expected") * (_NEARLY if room > facts.workers else 1)
     line, collating_ns = _costliest_line(evidence), _time_collating(evidence)
-    if line is None or facts.batch_ns <= longest_ns:
+    if line is None:
         return None
     costly_ns, what = _time_function(evidence, line)
+    room = facts.room or _MANY_WORKERS
+    is_part = _MOSTLY * facts.batch_ns < costly_ns < _WHOLE * facts.batch_ns
+    is_simpler = room > facts.workers and not is_part
+    longest_ns = pace_ns * facts.batches_at_once(room, "expected") * (_NEARLY if is_simpler else 1)
+    if facts.batch_ns <= longest_ns:
+        return None
     if collating_ns > _MOSTLY * facts.batch_ns:
         change = "let the dataset make whole batches (batch_size=None, or __getitems__), not single samples"
         left_ns = facts.batch_ns - round((1 - _OF_SINGLE) * collating_ns)
@@ -259,14 +267,20 @@ def _costliest_line(evidence: Evidence) -> LineTime | None:
 def _time_function(evidence: Evidence, line: LineTime) -> tuple[int, str]:
     """Return what a line of workers takes, or its function where others of its lines take time; and what it does.
 
-    A function that makes the whole sample is no part of it.
+    A function that makes the whole sample is no part of it; there the lines count that call the same.
     """
-    function = line.outer_function
+    function, called = line.outer_function, _last_name(line.called)
     own = [one for one in evidence.lines if one.thread == line.thread and one.file == line.file]
-    time_ns = sum(one.time_ns for one in own if one.outer_function == function)
-    if line.is_caller or time_ns == line.time_ns or function.rpartition(".")[2] in _MAKING_SAMPLES:
-        return line.time_ns, line.called or "it"
-    return time_ns, f"what {function} does"
+    own = [line] if line.is_caller else [one for one in own if one.outer_function == function]
+    if function.rpartition(".")[2] in _MAKING_SAMPLES:
+        own = [one for one in own if one is line or (called and _last_name(one.called) == called)]
+    elif len(own) > 1:
+        return sum(one.time_ns for one in own), f"what {function} does"
+    return sum(one.time_ns for one in own), line.called or "it"
+
+
+def _last_name(called: str | None) -> str:
+    return (called or "").rpartition(".")[2]
 
 
 def _padding(evidence: Evidence) -> Iterator[Cause]:

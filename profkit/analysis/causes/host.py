@@ -36,13 +36,17 @@ from profkit.analysis.step_replay.kernel_edits import find_attention_plans, is_c
 from profkit.analysis.step_replay.limits import OUTSIDE, Limit
 from profkit.analysis.step_replay.steps import ReplayedStep
 from profkit.analysis.time_account.gpu_time import LONGEST_PAUSE_NS
-from profkit.names import BACKWARD, COLLECTING, COMPILING, DATA, FORWARD, LOSS, OPTIMIZER
+from profkit.names import BACKWARD, COLLECTING, COMPILING, DATA, FORWARD, INFERENCE, LOSS, OPTIMIZER
 from profkit.run.lines import NEAR, CallTree, LineTime, lines_of_trainers
 
 _RANDOM = ("randn", "rand", "randint", "randperm", "normal")
 _TRAINING = ("backward", "step", "zero_grad", "clip_grad_norm_", "clip_grad_value_", "synchronize", "item", "join")
 _FETCHES = ("cpu", "numpy", "tolist")
 _MAKERS = (".tensor", ".as_tensor", ".from_numpy")
+_GATHERING = (
+    *("_pad_across_processes", "pad_across_processes", "gather", "gather_object", "concatenate"),  # of Accelerate
+    *("nested_concat", "nested_numpify", "torch_pad_and_concatenate", "numpy_pad_and_concatenate"),  # of Transformers
+)
 _LEAST_SHARE = 0.01
 _COVERED = 0.5
 """A line whose time is at least by this share long pauses between CUDA calls runs Python; else it prepares kernels."""
@@ -248,6 +252,8 @@ def _rare_steps(evidence: Evidence) -> Iterator[Cause]:
     saved_ns = min(round(rare.lines_ns / every), mean_ns - evidence.now_ns)
     name = rare.line.called or rare.line.function if rare.call is None else _name_call(rare.call)
     how = "on larger batches" if rare.evaluates else "beside training"
+    if rare.line.phase == INFERENCE and _evaluates_in_fp32(evidence):
+        how = "under the autocast that training has"
     if rare.line.phase == DATA:
         how = "give its DataLoader workers that stay: persistent_workers=True"
     change = f"do it less often, or {how}"
@@ -255,7 +261,7 @@ def _rare_steps(evidence: Evidence) -> Iterator[Cause]:
     # What a trainer's line does in rare steps is no part of the usual ones, whose lines are the evidence's.
     if rare.line.place in lines_of_trainers((rare.line, *evidence.lines, *evidence.facts.callers)):
         what, change = f"in {name} itself", "evaluate, save or log less often, or less of it"
-        if any(map(_reads_classes, evidence.lines_of_rare_steps)):
+        if any(map(_reads_classes, evidence.lines_of_rare_steps)) or _gathers_outputs(rare.line):
             change = f"preprocess_logits_for_metrics that returns classes: no scores are gathered; or {change}"
     cause, detail = f"{rare.which} {name_ms(rare.longer_ns)} longer", f", {what}"
     if not rare.is_explained:
@@ -277,9 +283,18 @@ def _rare_steps(evidence: Evidence) -> Iterator[Cause]:
     )
 
 
+def _evaluates_in_fp32(evidence: Evidence) -> bool:
+    return bool(evidence.condition("autocast_dtypes")) and evidence.condition("evaluates_without_autocast") is True
+
+
 def _reads_classes(line: LineTime) -> bool:
     """Whether a line computes metrics of Hugging Face's Trainer from scores of all classes, which come to the CPU."""
     return line.outer_function == "compute_metrics" and line.method == "argmax"
+
+
+def _gathers_outputs(line: LineTime) -> bool:
+    """Whether that Trainer mostly pads, joins and copies to the CPU what the model returned."""
+    return (line.inside or "").rpartition(".")[2] in _GATHERING
 
 
 def _anomaly(evidence: Evidence) -> Iterator[Cause]:

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
-from statistics import fmean, median
+from statistics import median
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -401,19 +401,26 @@ def _calibrate(steps: Sequence[ReplayedStep], constants: Constants, account: Tim
 def _wait_as_unprofiled(steps: Sequence[ReplayedStep], timed: StepTimes) -> list[ReplayedStep]:
     """Return the steps with the unprofiled ones' waits for data.
 
-    Each waits for as long as these on average. But where one of many steps waits for all, and none was recorded that
-    does, that mean would be hidden by the GPU's work: the recorded waits stay, and what nothing hides is added.
+    Each waits for as long as these on average. But where one of many steps waits for all, that mean would be hidden by
+    the GPU's work: each waits as most recorded ones do, and what nothing hides is added.
     """
     data, step_times = timed.find(DATA, None), timed.find(STEP, None)
     waits_ns = 0.0 if data is None else data.clean_ns
-    recorded_ns = fmean(step.phases.wait_ns() for step in steps)
+    usual_ns = median(step.phases.wait_ns() for step in steps)
     exposed_ns = 0.0 if step_times is None else step_times.unprofiled.exposed_ns
-    late_ns = round(exposed_ns * (1 - recorded_ns / (waits_ns or 1)))
-    if step_times is not None and recorded_ns < _IN_BURSTS * waits_ns and late_ns > LARGEST_ERROR * step_times.clean_ns:
-        return [replace(step, columns=replace(step.columns, late_ns=late_ns)) for step in steps]
+    late_ns = round(exposed_ns * (1 - usual_ns / (waits_ns or 1)))
+    if step_times is None or usual_ns >= _IN_BURSTS * waits_ns or late_ns <= LARGEST_ERROR * step_times.clean_ns:
+        return [_wait_for_data(step, waits_ns) for step in steps]
     return [
-        replace(step, phases=replace(step.phases, waiting=waits_ns / (step.phases.wait_ns() or 1))) for step in steps
+        _wait_for_data(
+            replace(step, columns=replace(step.columns, late_ns=late_ns)), min(usual_ns, step.phases.wait_ns())
+        )
+        for step in steps
     ]
+
+
+def _wait_for_data(step: ReplayedStep, time_ns: float) -> ReplayedStep:
+    return replace(step, phases=replace(step.phases, waiting=time_ns / (step.phases.wait_ns() or 1)))
 
 
 def _unprofiled_phases(account: TimeAccount) -> tuple[dict[str, int], int]:

@@ -142,7 +142,7 @@ class Hooks(RangeObserver):
         self._outside = OutsideNodes()
         self.autocast_dtypes: set[str] = set()
         """The types that autocast computed in around the modules called while ranges were open."""
-        self.has_detected_anomalies = False
+        self.has_detected_anomalies = self.has_evaluated_without_autocast = False
         self.optimizers = UsedOptimizers()
         self._boundaries = Boundaries(self._begin_step, lambda: self.on_thread.ranges.scripts)
         self._is_interrupted = False
@@ -379,6 +379,8 @@ class Hooks(RangeObserver):
             call, name = Call(part.range, opened.call, self, part.owner, part.reference), part.name
             self.autocast_dtypes |= autocast_dtypes()
             self.has_detected_anomalies |= torch.is_anomaly_enabled()
+        if not module.training and not torch.is_grad_enabled():
+            self.has_evaluated_without_autocast |= not autocast_dtypes()
         opened.root = call
         self._begin_phase(FORWARD, self._phase_of_call(is_loss=is_loss, has_grad=torch.is_grad_enabled()))
         self._watcher.call_begins(module, args, name)

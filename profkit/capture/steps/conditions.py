@@ -27,6 +27,7 @@ def read_conditions(
     optimizers: Collection[UsedOptimizer] | None = None,
     *,
     anomaly_detection: bool | None = None,
+    evaluates_without_autocast: bool | None = None,
 ) -> Conditions:
     """Return how this process multiplies matrices, what it compiled, and on which GPU it runs.
 
@@ -38,6 +39,7 @@ def read_conditions(
         autocast_dtypes: those in which autocast was seen to be on.
         optimizers: those that made a step; None if they were not watched.
         anomaly_detection: whether it was seen to be on; None if that was not watched.
+        evaluates_without_autocast: whether a model in evaluation was called without gradients while no autocast was on.
     """
     return Conditions(
         float32_matmul_precision=_read(torch.get_float32_matmul_precision),
@@ -53,6 +55,7 @@ def read_conditions(
         compiled=_compiled(),
         optimizers=None if optimizers is None else tuple(optimizers),
         anomaly_detection=anomaly_detection,
+        evaluates_without_autocast=evaluates_without_autocast,
         cpu_count=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         launch_blocking=os.environ.get("CUDA_LAUNCH_BLOCKING", "0") not in ("", "0"),
         **_describe_gpu(),
