@@ -75,7 +75,7 @@ def _unread_passes(evidence: Evidence) -> Iterator[Cause]:
                 cause=f"{name} is called {name_times(len(passes))}, and backward goes through it {name_times(passed)}",
                 module=name,
                 change="call it once for both, or for a log every N steps",
-                changes=[remove_operations("no pass that nobody reads", choose, NOTHING, "which of the calls it is")],
+                changes=[remove_operations(choose, NOTHING, "which of the calls it is")],
                 costs="what that call is for, in the other steps",
                 evidence={"calls": len(passes), "passes": passed, "call_ns": round(median(times_ns))},
             )
@@ -115,7 +115,7 @@ def _separate_calls(evidence: Evidence) -> Iterator[Cause]:
             module=calls.module,
             change=f"one call for all of {'one size' if calls.sizes > 1 else 'them'}, on what they are given stacked "
             "together",
-            changes=[fuse("one call", choose, _size_of_all)],
+            changes=[fuse(choose, _size_of_all)],
             costs="a batch norm then sees all of them together",
             evidence={"calls": calls.calls, "kernels": len(times_ns), "time_ns": sum(times_ns)},
         )
@@ -295,13 +295,13 @@ def _make_layers(evidence: Evidence, module: str, layers: int, *, is_fused: bool
         products: By = {
             world: joint * large + (1 - joint) * beside[world] for world, large in _IN_LARGE_PRODUCT.items()
         }
-        yield scale_operations("loop", choose(phase, _is_product), products, "how fast cuDNN's layers are")
+        yield scale_operations(choose(phase, _is_product), products, "how fast cuDNN's layers are")
         if is_fused:
-            yield scale_operations("loop", choose(phase, _is_cell), beside, "which layers run side by side")
-            yield remove_operations("loop", choose(phase, _is_sum), _SUMS_LEFT, "which sums are left")
+            yield scale_operations(choose(phase, _is_cell), beside, "which layers run side by side")
+            yield remove_operations(choose(phase, _is_sum), _SUMS_LEFT, "which sums are left")
         else:
-            yield fuse("loop", lambda step: find_written(step, phase), size)
-        yield call_once("loop", lambda step: _find_calls(evidence, step, module, phase), _CALLS_LEFT)
+            yield fuse(lambda step: find_written(step, phase), size)
+        yield call_once(lambda step: _find_calls(evidence, step, module, phase), _CALLS_LEFT)
 
     return [change for phase in _JOINT_PRODUCTS for change in make_layers(phase)]
 

@@ -119,7 +119,7 @@ def _find_written_loss(evidence: Evidence, step: ReplayedStep) -> Cause | None:
         detail=f": {len(large)} passes over its matrix of scores in forward",
         module=times_ns.most_common(1)[0][0],
         change=change,
-        changes=[fuse("cross-entropy", choose, _size_of_one_hot if is_one_hot else _size_of_fused(is_reducing=True))],
+        changes=[fuse(choose, _size_of_one_hot if is_one_hot else _size_of_fused(is_reducing=True))],
         evidence={"kernels": sum(map(len, own)), "time_ns": sum(one.duration_ns for run in own for one in run)},
     )
 
@@ -270,9 +270,9 @@ def _fuse_chain(evidence: Evidence, code: str, place: ChainPlace, runs: Sequence
     longest = _find_longest(runs)
     is_reducing = any(one.category == "reduction" for one in longest)
     if code == "cross-entropy" and _is_one_hot(longest):
-        return fuse(code, choose, _size_of_one_hot)
+        return fuse(choose, _size_of_one_hot)
     size = _size_of_loop if code == "loop" and _are_short(longest) else _size_of_fused(is_reducing=is_reducing)
-    return fuse(code, choose, size, compiled=code == "chain")
+    return fuse(choose, size, compiled=code == "chain")
 
 
 def _find_line(evidence: Evidence, phase: str) -> SourceLine | None:

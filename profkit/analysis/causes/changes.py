@@ -43,7 +43,7 @@ _COMPILED_LAUNCHES: Mapping[World, int] = {"least": 10, "expected": 4, "most": 2
 """Of how many launches of an optimizer's loop compiled code has one: Python that breaks its graph leaves more."""
 
 
-def scale_operations(name: str, choose: Choose, factor: By, assumption: str) -> StepChange:
+def scale_operations(choose: Choose, factor: By, assumption: str) -> StepChange:
     """Return the change that scales the durations of some operations, none below what the smallest kernels take."""
 
     def apply(columns: StepColumns, setting: Setting) -> StepColumns:
@@ -52,10 +52,10 @@ def scale_operations(name: str, choose: Choose, factor: By, assumption: str) -> 
             columns, choose(setting.step), lambda time_ns: max(round(time_ns * share), min(time_ns, SMALLEST_NS))
         )
 
-    return StepChange(name, apply, assumption)
+    return StepChange(apply, assumption)
 
 
-def remove_operations(name: str, choose: Choose, kept: By, assumption: str) -> StepChange:
+def remove_operations(choose: Choose, kept: By, assumption: str) -> StepChange:
     """Return the change that drops some operations with their launches, but for a share of their time that is kept."""
 
     def apply(columns: StepColumns, setting: Setting) -> StepColumns:
@@ -67,7 +67,7 @@ def remove_operations(name: str, choose: Choose, kept: By, assumption: str) -> S
             columns = drop_operations(columns, rows)
         return drop_calls(columns, _launching_only(columns, rows))
 
-    return StepChange(name, apply, assumption)
+    return StepChange(apply, assumption)
 
 
 def _launching_only(columns: StepColumns, rows: Collection[int]) -> list[int]:
@@ -76,7 +76,6 @@ def _launching_only(columns: StepColumns, rows: Collection[int]) -> list[int]:
 
 
 def fuse(
-    name: str,
     runs: Callable[[ReplayedStep], Sequence[Sequence[int]]],
     size: Callable[[World, Sequence[int]], float],
     *,
@@ -104,7 +103,7 @@ def fuse(
         waits = [call for call in between if columns.kind[call] in (COPY, WAIT)]
         return drop_calls(stop_waiting(columns, waits, setting.constants), between)
 
-    return StepChange(name, apply, "how long the fused kernel takes")
+    return StepChange(apply, "how long the fused kernel takes")
 
 
 def _between(columns: StepColumns, rows: Iterable[int], kinds: Collection[int]) -> list[int]:
@@ -122,7 +121,7 @@ def _choose_evenly(items: Iterable[int], share: float) -> list[int]:
     return [item for at, item in enumerate(items) if int((at + 1) * share) > int(at * share)]
 
 
-def drop_some_launches(name: str, choose: Choose, share: By, of_python: By, assumption: str) -> StepChange:
+def drop_some_launches(choose: Choose, share: By, of_python: By, assumption: str) -> StepChange:
     """Return the change that drops a share of some operations, evenly, with a share of the Python before each."""
 
     def apply(columns: StepColumns, setting: Setting) -> StepColumns:
@@ -134,10 +133,10 @@ def drop_some_launches(name: str, choose: Choose, share: By, of_python: By, assu
             own[call] = 0
         return drop_operations(replace(columns, gap_ns=gap, own_ns=own), rows)
 
-    return StepChange(name, apply, assumption)
+    return StepChange(apply, assumption)
 
 
-def without_copies(name: str, choose: Choose) -> StepChange:
+def without_copies(choose: Choose) -> StepChange:
     """Return the change after which some copies are not made, and the host does not wait for them."""
 
     def apply(columns: StepColumns, setting: Setting) -> StepColumns:
@@ -148,10 +147,10 @@ def without_copies(name: str, choose: Choose) -> StepChange:
         kinds = [LAUNCH if call in calls else kind for call, kind in enumerate(columns.kind)]
         return drop_operations(drop_calls(replace(columns, kind=kinds), calls), rows)
 
-    return StepChange(name, apply)
+    return StepChange(apply)
 
 
-def shorten_gaps(name: str, find_shares: Callable[[ReplayedStep], Mapping[int, float]]) -> StepChange:
+def shorten_gaps(find_shares: Callable[[ReplayedStep], Mapping[int, float]]) -> StepChange:
     """Return the change after which Python before some calls takes less, by a share of it."""
 
     def apply(columns: StepColumns, setting: Setting) -> StepColumns:
@@ -160,10 +159,10 @@ def shorten_gaps(name: str, find_shares: Callable[[ReplayedStep], Mapping[int, f
             gap[call] = round(gap[call] * (1 - share))
         return replace(columns, gap_ns=gap)
 
-    return StepChange(name, apply)
+    return StepChange(apply)
 
 
-def spare_in_phase(name: str, phase: str, share: By) -> StepChange:
+def spare_in_phase(phase: str, share: By) -> StepChange:
     """Return the change after which a share of a phase's Python, calls and operations is gone, evenly."""
 
     def apply(columns: StepColumns, setting: Setting) -> StepColumns:
@@ -176,10 +175,10 @@ def spare_in_phase(name: str, phase: str, share: By) -> StepChange:
             own[call] = 0
         return drop_operations(replace(columns, gap_ns=gap, own_ns=own), columns.rows_of(gone))
 
-    return StepChange(name, apply, "what else of the phase is its work")
+    return StepChange(apply, "what else of the phase is its work")
 
 
-def launch_without_waiting(name: str) -> StepChange:
+def launch_without_waiting() -> StepChange:
     """Return the change after which launches return before their kernels have run."""
 
     def apply(columns: StepColumns, setting: Setting) -> StepColumns:
@@ -191,7 +190,7 @@ def launch_without_waiting(name: str) -> StepChange:
                     latency[row] = max(latency[row], round(_LATENCY_NS[setting.world]))
         return replace(columns, own_ns=own, latency_ns=latency)
 
-    return StepChange(name, apply, "how long launches take that do not wait")
+    return StepChange(apply, "how long launches take that do not wait")
 
 
 def enlarge_batch(factor: int, *, fewer_passes: bool) -> StepChange:
@@ -216,10 +215,10 @@ def enlarge_batch(factor: int, *, fewer_passes: bool) -> StepChange:
             latency_ns=share(larger.latency_ns),
         )
 
-    return StepChange(f"batch:×{factor}", apply, "how fast kernels are on a larger batch")
+    return StepChange(apply, "how fast kernels are on a larger batch")
 
 
-def call_once(name: str, choose: Choose, own: By) -> StepChange:
+def call_once(choose: Choose, own: By) -> StepChange:
     """Return the change after which no Python runs before some calls, of whose own time a share is left."""
 
     def apply(columns: StepColumns, setting: Setting) -> StepColumns:
@@ -230,17 +229,17 @@ def call_once(name: str, choose: Choose, own: By) -> StepChange:
             times[call] = round(times[call] * own[setting.world])
         return replace(columns, gap_ns=gaps, own_ns=times)
 
-    return StepChange(name, apply, "how many launches a library makes")
+    return StepChange(apply, "how many launches a library makes")
 
 
-def compute_in_bf16(name: str, choose: Choose) -> StepChange:
+def compute_in_bf16(choose: Choose) -> StepChange:
     def apply(columns: StepColumns, setting: Setting) -> StepColumns:
         return kernel_edits.compute_in_bf16(columns, setting, choose(setting.step))
 
-    return StepChange(name, apply, "how fast kernels are in bf16")
+    return StepChange(apply, "how fast kernels are in bf16")
 
 
-def merge_groups(name: str, left: By, moved_bytes: int | None) -> StepChange:
+def merge_groups(left: By, moved_bytes: int | None) -> StepChange:
     """Return the change after which an optimizer has this share of its launches left.
 
     ``moved_bytes`` is what its kernels read and write together; without it they take what is more than small ones do.
@@ -253,7 +252,7 @@ def merge_groups(name: str, left: By, moved_bytes: int | None) -> StepChange:
         time_ns = fused_time(moved_bytes, setting) if is_known else foreach_time(durations, setting.world)
         return merge_launches(columns, calls, round(1 / left[setting.world]), min(time_ns, sum(durations)))
 
-    return StepChange(name, apply, "how many parameters one launch takes")
+    return StepChange(apply, "how many parameters one launch takes")
 
 
 def compile_optimizer(moved_bytes: int) -> StepChange:
@@ -270,7 +269,7 @@ def compile_optimizer(moved_bytes: int) -> StepChange:
         time_ns = {"least": least_ns, "expected": (least_ns + now_ns) // 2, "most": now_ns}[setting.world]
         return merge_launches(columns, calls, _COMPILED_LAUNCHES[setting.world], time_ns)
 
-    return StepChange("compile-optimizer", apply, "how many of the optimizer's launches compiling leaves")
+    return StepChange(apply, "how many of the optimizer's launches compiling leaves")
 
 
 def keep_workers() -> StepChange:
@@ -286,27 +285,27 @@ def keep_workers() -> StepChange:
             left_ns -= taken_ns
         return replace(columns, gap_ns=gap, late_ns=columns.late_ns - late_ns)
 
-    return StepChange("persistent-workers", apply, "how long an epoch's first batch takes", of_loader=True)
+    return StepChange(apply, "how long an epoch's first batch takes", of_loader=True)
 
 
 def batches_every(time_ns: int) -> StepChange:
     def apply(columns: StepColumns, setting: Setting) -> StepColumns:
         return have_batches_come(columns, setting, round(time_ns * OF_SAMPLED[setting.world]))
 
-    return StepChange("batches", apply, "how much of a batch's time the line takes, by samples", of_loader=True)
+    return StepChange(apply, "how much of a batch's time the line takes, by samples", of_loader=True)
 
 
-def without_calls(name: str, choose: Choose) -> StepChange:
+def without_calls(choose: Choose) -> StepChange:
     """Return the change after which some calls take no time; the Python before them stays."""
 
     def apply(columns: StepColumns, setting: Setting) -> StepColumns:
         chosen = set(choose(setting.step))
         return replace(columns, own_ns=[0 if call in chosen else own for call, own in enumerate(columns.own_ns)])
 
-    return StepChange(name, apply)
+    return StepChange(apply)
 
 
-def drop_stretches(name: str, find: Callable[[ReplayedStep], Iterable[range]], assumption: str) -> StepChange:
+def drop_stretches(find: Callable[[ReplayedStep], Iterable[range]], assumption: str) -> StepChange:
     """Return the change that drops stretches of calls, with what they launch, wait for, and the Python before them."""
 
     def apply(columns: StepColumns, setting: Setting) -> StepColumns:
@@ -315,7 +314,7 @@ def drop_stretches(name: str, find: Callable[[ReplayedStep], Iterable[range]], a
         waits = [call for call in calls if columns.kind[call] == WAIT]
         return drop_operations(drop_calls(stop_waiting(columns, waits, setting.constants), calls), rows)
 
-    return StepChange(name, apply, assumption)
+    return StepChange(apply, assumption)
 
 
 def drop_own_waits(line: LineTime) -> StepChange:
@@ -325,8 +324,8 @@ def drop_own_waits(line: LineTime) -> StepChange:
         own = replace(setting.facts, callers=())
         return drop_waits_of_line(columns, replace(setting, argument=f"{line.file}:{line.line}", facts=own))
 
-    return StepChange("own-waits", apply, "which of the phase's waits the line makes")
+    return StepChange(apply, "which of the phase's waits the line makes")
 
 
-def stop_chosen_waits(name: str, choose: Choose) -> StepChange:
-    return StepChange(name, lambda columns, setting: stop_waiting(columns, choose(setting.step), setting.constants))
+def stop_chosen_waits(choose: Choose) -> StepChange:
+    return StepChange(lambda columns, setting: stop_waiting(columns, choose(setting.step), setting.constants))

@@ -289,9 +289,7 @@ def _padding(evidence: Evidence) -> Iterator[Cause]:
     if cause is not None:
         chosen = evidence.choose(lambda one: one.phase in phases)
         left = shares_without_padding(cause)
-        yield replace(
-            cause, changes=[scale_operations("padding", chosen, left, "how fast kernels are on shorter samples")]
-        )
+        yield replace(cause, changes=[scale_operations(chosen, left, "how fast kernels are on shorter samples")])
 
 
 def describe_padding(evidence: Evidence) -> Cause | None:
@@ -360,7 +358,7 @@ def _copies(evidence: Evidence) -> Iterator[Cause]:
             detail=f", {name_times(len(calls))}, while the host waits",
             line=source_line(line),
             change=f"torch.{made}(…, device=…), or once before the loop",
-            changes=[*edits(f"no-host:{line.file}:{line.line}", *no_wait), without_copies(made, find_pageable_copies)],
+            changes=[*edits(f"no-host:{line.file}:{line.line}", *no_wait), without_copies(find_pageable_copies)],
             evidence={"copies": len(calls), "held_ns": held_ns},
         )
         return

@@ -169,13 +169,12 @@ class CpuStep:
     spread_ns: int
     variation: float
 
-    def without(self, name: str, saved_ns: Mapping[World, float], error_ns: float = 0.0) -> TimeAnswer:
+    def without(self, saved_ns: Mapping[World, float], error_ns: float = 0.0) -> TimeAnswer:
         """Return the step without what takes so long, to which a standard error may be known."""
         after_ns = {world: max(0.0, self.now_ns - saved) for world, saved in saved_ns.items()}
         expected_ns = after_ns["expected"]
         errors = (_LIKELY * error_ns, self.variation * expected_ns, _OTHER_PROCESS * expected_ns)
         return TimeAnswer(
-            (name,),
             self.now_ns,
             self.now_ns,
             None,
@@ -192,7 +191,7 @@ class CpuStep:
             after: dict[World, int | None]
             after = {"least": answer.low_ns, "expected": answer.expected_ns, "most": answer.high_ns}
             saved = {world: saved[world] + self.now_ns - (after[world] or 0) for world in saved}
-        return self.without("together", saved)
+        return self.without(saved)
 
 
 def find_cpu_step(account: TimeAccount) -> CpuStep | None:
@@ -320,7 +319,7 @@ class Evidence:
         """
         if self.replay is None and self.cpu_step is None:
             return None
-        typical = self.predict(()) if self.cpu_step is None else self.cpu_step.without("", NOTHING)
+        typical = self.predict(()) if self.cpu_step is None else self.cpu_step.without(NOTHING)
         more_ns = max(0, least_ns - (typical.expected_ns or 0))
         low_ns, expected_ns, high_ns = (
             None if time_ns is None else time_ns + more_ns

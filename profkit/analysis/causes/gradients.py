@@ -70,7 +70,7 @@ def _describe_unread(evidence: Evidence, step: ReplayedStep, models: Sequence[By
         module=by_cost[0],
         further_modules=by_cost[1:],
         change="parameter.requires_grad_(False) for each of them, before the first step",
-        changes=[remove_operations("no gradients that nobody reads", choose, NOTHING, "which kernels they take")],
+        changes=[remove_operations(choose, NOTHING, "which kernels they take")],
         saves_bytes=Interval(held // 2, held, held),
         evidence={
             "parameters": parameters,
@@ -184,10 +184,8 @@ def _dense_tables(evidence: Evidence) -> Iterator[Cause]:
         further_modules=further,
         change="sparse=True for the tables, with SGD or SparseAdam",
         changes=[
-            scale_operations("sparse gradients", evidence.choose(is_of_table), _OF_BACKWARD, "what sparse ones take"),
-            scale_operations(
-                "sparse steps", evidence.choose(lambda one: one.phase == OPTIMIZER), left, "what sparse ones take"
-            ),
+            scale_operations(evidence.choose(is_of_table), _OF_BACKWARD, "what sparse ones take"),
+            scale_operations(evidence.choose(lambda one: one.phase == OPTIMIZER), left, "what sparse ones take"),
         ],
         costs="rows move only in steps that use them: no weight decay or momentum of the others",
         worth=WORTH_COMPILING,
@@ -215,7 +213,7 @@ def _slices(evidence: Evidence) -> Iterator[Cause]:
             detail=", and adds them up",
             module=module,
             change="x.unbind(dim), or split or chunk, once before the loop: its backward writes each slice once",
-            changes=[remove_operations("no slices one by one", choose, _SLICES_LEFT, "what writes the gradient once")],
+            changes=[remove_operations(choose, _SLICES_LEFT, "what writes the gradient once")],
             evidence={"slices": len(fills), "time_ns": sum(one.duration_ns for one in (*fills, *sums))},
         )
 

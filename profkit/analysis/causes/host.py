@@ -76,7 +76,7 @@ def _python_lines(evidence: Evidence) -> Iterator[Cause]:
         elif _follows(evidence, call or line, (FORWARD, LOSS)):
             where = "for the whole batch at once, on the GPU, or less often"
         if line.method in FACTORIES:
-            changes.append(without_copies(line.method, find_pageable_copies))
+            changes.append(without_copies(find_pageable_copies))
         yield Cause(
             code="made-on-cpu" if line.method in FACTORIES else "python",
             cause=_describe_line(line, call),
@@ -329,7 +329,7 @@ def _allocations(evidence: Evidence) -> Iterator[Cause]:
         change="keep no tensors from step to step; else PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
         if line is None
         else "no torch.cuda.empty_cache() in the step",
-        changes=[without_calls("allocations", lambda step: list(step.allocating))],
+        changes=[without_calls(lambda step: list(step.allocating))],
         evidence={"calls": len(step.allocating), "time_ns": time_ns},
         proof="profkit memory RUN --leaks",
     )
@@ -370,7 +370,7 @@ def _searches(evidence: Evidence) -> Iterator[Cause]:
         detail=": cudnn.benchmark is on, and sizes are new",
         module=_module_of_most(step, [search[0] for search in searches]),
         change="torch.backends.cudnn.benchmark = False, or inputs of few sizes",
-        changes=[drop_stretches("convolution-search", _find_searches, "how fast convolutions are without a search")],
+        changes=[drop_stretches(_find_searches, "how fast convolutions are without a search")],
         costs="convolutions may take longer; where sizes are few, all are tried after some steps",
         evidence={"searches": len(searches), "waits": sum(map(len, map(step.columns.waits_among, searches)))},
     )
@@ -411,7 +411,7 @@ def _collections(evidence: Evidence) -> Iterator[Cause]:
         change="no gc.collect() in the step"
         if is_asked_for
         else "gc.freeze() before the first step, then gc.disable()",
-        changes=[shorten_gaps("garbage", lambda step: evidence.shares_in_ranges(step, COLLECTING))],
+        changes=[shorten_gaps(lambda step: evidence.shares_in_ranges(step, COLLECTING))],
         costs=None if is_asked_for else "objects that refer to each other are kept",
         evidence={"paused_ns": paused_ns},
     )
@@ -436,9 +436,7 @@ def _recompilations(evidence: Evidence) -> Iterator[Cause]:
         detail=f": {reason}",
         line=find_line(longest.line or ""),
         change="keep what the code is compiled for the same: pass what changes as a tensor, or leave it outside",
-        changes=[
-            shorten_gaps("recompile", lambda step: evidence.shares_in_ranges(step, COMPILING, whole_from=_MOSTLY))
-        ],
+        changes=[shorten_gaps(lambda step: evidence.shares_in_ranges(step, COMPILING, whole_from=_MOSTLY))],
         evidence={"compiling_ns": compiling_ns},
     )
 
@@ -453,7 +451,7 @@ def _blocking_launches(evidence: Evidence) -> Iterator[Cause]:
         cause="CUDA_LAUNCH_BLOCKING is set",
         detail=": Python waits in each launch until its kernel has run",
         change="unset CUDA_LAUNCH_BLOCKING",
-        changes=[launch_without_waiting("launch-blocking")],
+        changes=[launch_without_waiting()],
         evidence={
             "launching_ns": sum(own for own, kind in zip(columns.own_ns, columns.kind, strict=True) if kind == LAUNCH)
         },

@@ -152,7 +152,7 @@ def _left_out_of_autocast(evidence: Evidence) -> Iterator[Cause]:
         module=first,
         further_modules=further,
         change="leave it to autocast: no torch.autocast(…, enabled=False) and no .float() around it",
-        changes=[compute_in_bf16("autocast", choose)],
+        changes=[compute_in_bf16(choose)],
         costs="precision: products and activations keep 7 bits of mantissa",
         evidence={"product_ns": time_ns, "products": len(chosen)},
     )
@@ -186,7 +186,7 @@ def _double_precision(evidence: Evidence) -> Iterator[Cause]:
         cause=f"{len(computing):,} kernels compute in fp64",
         module=_busiest(computing),
         change=".float() where fp64 comes in",
-        changes=[scale_operations("float64", evidence.choose(_is_in_fp64), _IN_FP32, "how much faster fp32 is")],
+        changes=[scale_operations(evidence.choose(_is_in_fp64), _IN_FP32, "how much faster fp32 is")],
         costs="digits: 7 rather than 16",
         evidence={"kernels": len(computing), "time_ns": sum(one.duration_ns for one in computing)},
     )
@@ -212,7 +212,6 @@ def _permutations(evidence: Evidence) -> Iterator[Cause]:
         change="torch.randint, or one permutation for many steps",
         changes=[
             remove_operations(
-                "sort",
                 lambda step: [one.at for one in _find_permutations(evidence.operations(step))],
                 _LEFT,
                 "what other random indices take",
@@ -255,8 +254,8 @@ def _sums_by_index(evidence: Evidence) -> Iterator[Cause]:
         module=_busiest(summing),
         change=change,
         changes=[
-            remove_operations("gather", evidence.choose(sorts), NOTHING, "which kernels add"),
-            scale_operations("gather", evidence.choose(sums_by_index), _ADDED_AT_ONCE, "how fast rows are added"),
+            remove_operations(evidence.choose(sorts), NOTHING, "which kernels add"),
+            scale_operations(evidence.choose(sums_by_index), _ADDED_AT_ONCE, "how fast rows are added"),
         ],
         evidence={"kernels": len(summing), "time_ns": time_ns},
     )
@@ -276,7 +275,7 @@ def _outer_scans(evidence: Evidence) -> Iterator[Cause]:
         detail=f": {len(scans):,} a step",
         module=_busiest(scans),
         change="sum over the last axis: x.t().contiguous().cumsum(-1).t()",
-        changes=[scale_operations("scan", evidence.choose(_is_outer_scan), _ALONG_LAST_AXIS, "how fast those are")],
+        changes=[scale_operations(evidence.choose(_is_outer_scan), _ALONG_LAST_AXIS, "how fast those are")],
         evidence={"kernels": len(scans), "time_ns": sum(one.duration_ns for one in scans)},
     )
 
@@ -299,7 +298,7 @@ def _misaligned_products(evidence: Evidence) -> Iterator[Cause]:
             module=_busiest(products),
             change="pad the size to a multiple of 64",
             changes=[
-                scale_operations("sizes", choose(place), factor, "how fast padded products are")
+                scale_operations(choose(place), factor, "how fast padded products are")
                 for place, factor in _price_aligned(evidence, products).items()
             ],
             costs="a few more numbers",
@@ -375,9 +374,8 @@ def _written_attention(evidence: Evidence) -> Iterator[Cause]:
         module=_busiest(small),
         change="F.scaled_dot_product_attention",
         changes=[
-            remove_operations("attention", evidence.choose(chain), NOTHING, "which kernel runs"),
+            remove_operations(evidence.choose(chain), NOTHING, "which kernel runs"),
             scale_operations(
-                "attention",
                 evidence.choose(products),
                 _FUSED_IN_FP32 if is_in_fp32 else _FUSED_IN_HALF,
                 "how fast fused attention is",
@@ -422,7 +420,7 @@ def _needless_masks(evidence: Evidence) -> Iterator[Cause]:
                 detail=f", {name_times(sum(calls.values()))}",
                 module=_busiest(kernels),
                 change=f"F.scaled_dot_product_attention(…{', is_causal=True' * is_causal}) without attn_mask",
-                changes=[scale_operations("no mask", evidence.choose(chooses), share, "how fast attention is")],
+                changes=[scale_operations(evidence.choose(chooses), share, "how fast attention is")],
                 evidence={"calls": sum(calls.values()), "time_ns": sum(one.duration_ns for one in kernels)},
             )
 
@@ -444,7 +442,7 @@ def _ignored_positions(evidence: Evidence) -> Iterator[Cause]:
                 detail=", and backward goes through all of them",
                 module=scored.module,
                 change=f"select the positions that count before {scored.module}: x[labels != -100]",
-                changes=[scale_operations("ignored-positions", choose, shares, "how fast kernels are on fewer rows")],
+                changes=[scale_operations(choose, shares, "how fast kernels are on fewer rows")],
                 evidence={"positions": scored.positions, "counted": scored.counted},
             )
 
@@ -516,7 +514,6 @@ def _undone_layouts(evidence: Evidence) -> Iterator[Cause]:
             change="no .contiguous() or .view() there, or .contiguous(memory_format=torch.channels_last)",
             changes=[
                 remove_operations(
-                    "no copies between layouts",
                     evidence.choose(lambda one: one.module in places and _changes_layout(one)),
                     _LAYOUTS_LEFT,
                     "which of the copies go",

@@ -141,7 +141,7 @@ def _small_groups(evidence: Evidence) -> Iterator[Cause]:
         module=OPTIMIZER,
         change="parameters with the same options in one group"
         + (f": {unlike} in place of {groups}" if is_counted else " (with weight decay and without: two groups)"),
-        changes=[merge_groups("groups", left, moved_bytes)],
+        changes=[merge_groups(left, moved_bytes)],
         costs="saved states of the optimizer fit the old groups",
         evidence={
             "launches": launches,
@@ -206,13 +206,11 @@ def _deterministic(evidence: Evidence) -> Iterator[Cause]:
     changes, what, settings = [], [], ["torch.use_deterministic_algorithms(False)"]
     if filling:
         choose = evidence.choose(_is_fill)
-        changes.append(
-            drop_some_launches("deterministic", choose, _TORCHS_FILLS, _FILLS_PYTHON, "which fills torch adds")
-        )
+        changes.append(drop_some_launches(choose, _TORCHS_FILLS, _FILLS_PYTHON, "which fills torch adds"))
         what.append("fill all memory that torch allocates")
     if summing:
         choose = evidence.choose(sums_by_index)
-        changes.append(scale_operations("deterministic", choose, _IN_ANY_ORDER, "how fast sums in any order are"))
+        changes.append(scale_operations(choose, _IN_ANY_ORDER, "how fast sums in any order are"))
         what.append("sum up gradients by index in order")
     else:
         settings.insert(0, "torch.utils.deterministic.fill_uninitialized_memory = False")
@@ -258,7 +256,7 @@ def _compile(evidence: Evidence) -> Iterator[Cause]:
         return
     waiting = max(lines, key=lambda line: line.waits, default=None)
     edit = f"compile:{mode}" if mode else "compile"
-    no_waits = [] if waiting is None else [stop_chosen_waits("no-wait", _find_waits)]
+    no_waits = [] if waiting is None else [stop_chosen_waits(_find_waits)]
     yield Cause(
         code="launches" if is_late else "compile",
         cause="the GPU waits for Python" if is_late else "small kernels read and write memory",

@@ -150,7 +150,7 @@ def _growth(evidence: Evidence) -> Iterator[Cause]:
         + (f": memory is full in {left:,} steps" if left is not None else ""),
         line=line,
         change="keep loss.item() or x.detach().cpu() of now and then, not tensors of every step",
-        changes=[without_calls("growth", lambda step: list(step.allocating))] if step is not None else (),
+        changes=[without_calls(lambda step: list(step.allocating))] if step is not None else (),
         saves_bytes=Interval(grown, grown, grown),
         evidence={"bytes": grown},
         proof="profkit memory RUN --leaks",
@@ -216,7 +216,7 @@ def _saved_on_cpu(evidence: Evidence) -> Iterator[Cause]:
         detail=f": {saved / 2**20:,.0f} MiB a step, and {1 - held / capacity:.0%} of the GPU's memory is free",
         line=source_line(max(lines, key=lambda line: line.waits)),
         change="no torch.autograd.graph.save_on_cpu around it",
-        changes=[without_copies("saved-on-cpu", lambda step: [one.call for one in find(step)])],
+        changes=[without_copies(lambda step: [one.call for one in find(step)])],
         costs="the memory of what is saved",
         evidence={"saved_bytes": saved, "reserved_peak_bytes": held, "gpu_memory_bytes": capacity},
     )

@@ -285,4 +285,4 @@ def _sum(lines: Sequence[LineTime]) -> tuple[LineTime, int, float]:
 
 
 def _answered(cause: Cause, step: CpuStep, saved_ns: Mapping[World, float], error_ns: float = 0.0) -> Cause:
-    return replace(cause, answer=step.without(cause.code, saved_ns, error_ns))
+    return replace(cause, answer=step.without(saved_ns, error_ns))

@@ -95,7 +95,7 @@ def _needless_exchanges(evidence: Evidence) -> Iterator[Cause]:
         cause="ranks sum gradients after every backward pass of a step",
         detail=f": {len(early)} collectives too many",
         change="with model.no_sync(): around all passes of a step but the last",
-        changes=[remove_operations("no-sync", find_early, NOTHING, "when ranks come to collectives")],
+        changes=[remove_operations(find_early, NOTHING, "when ranks come to collectives")],
         evidence={"collectives": len(early), "time_ns": sum(durations[at] for at in early)},
         proof="profkit ranks RUN",
     )

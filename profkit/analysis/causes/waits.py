@@ -142,9 +142,7 @@ def _stop_reading(evidence: Evidence, lines: Sequence[LineTime]) -> tuple[str, S
     share = _share_outside(evidence, lines)
     if share:
         change = "do it every 50 steps or so, or not at all"
-        computing = [
-            spare_in_phase("do it less often", OUTSIDE, {world: share * gone for world, gone in _GONE.items()})
-        ]
+        computing = [spare_in_phase(OUTSIDE, {world: share * gone for world, gone in _GONE.items()})]
     if _moves_to_gpu(evidence, line):
         change = "move what is the same in every step once, before the loop; else pin it, with non_blocking=True"
     # The waits of lines that it calls are theirs, and the edit takes them with its own.
@@ -183,7 +181,7 @@ def _stop_computing(evidence: Evidence, places: Collection[tuple[str | None, int
             return one.category in OF_CHAINS and (one.phase, one.module) == place
 
         left = {world: 1 - share * gone for world, gone in _GONE.items()}
-        yield scale_operations("read less often", evidence.choose(holds), left, "what else needs the values")
+        yield scale_operations(evidence.choose(holds), left, "what else needs the values")
 
 
 def _scales_gradients(line: LineTime) -> bool:
@@ -220,7 +218,7 @@ def _reads_tensors(evidence: Evidence, line: LineTime) -> bool:
 
 def _read_at_once(evidence: Evidence, line: LineTime, *, of_tensors: bool) -> list[StepChange]:
     """Return the changes that compute a loop's values with one kernel, and wait for all of them at its last copy."""
-    name, share = f"read-at-once:{line.file}:{line.line}", _STAYING if of_tensors else _READ_AT_ONCE
+    share = _STAYING if of_tensors else _READ_AT_ONCE
 
     modules = {one.module for loop in _find_long_loops(evidence, line) for one in loop} - {None}
 
@@ -240,8 +238,8 @@ def _read_at_once(evidence: Evidence, line: LineTime, *, of_tensors: bool) -> li
     def size(world: World, durations: Sequence[int]) -> float:
         return share[world] * sum(durations)
 
-    changes = [fuse(name, choose, size, with_waits=True)]
-    return [*changes, stop_chosen_waits(name, find_last)] if of_tensors else changes
+    changes = [fuse(choose, size, with_waits=True)]
+    return [*changes, stop_chosen_waits(find_last)] if of_tensors else changes
 
 
 def _find_long_loops(evidence: Evidence, line: LineTime) -> list[tuple[Operation, ...]]:

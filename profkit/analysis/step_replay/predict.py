@@ -75,7 +75,6 @@ class StepChange:
     ``of_loader`` batches come in another time; else those that the step waits for come no sooner.
     """
 
-    name: str
     apply: Change
     assumption: str = ""
     bound: str = ""
@@ -85,43 +84,37 @@ class StepChange:
 _WRAPPERS = "how much Python the wrapper of a checkpoint takes"
 
 CHANGES = {
-    change.name: change
-    for change in (
-        StepChange("optimizer", change_optimizer, "how many launches and which bandwidth the other optimizer has"),
-        StepChange("zero-grad", drop_zeroed_gradients),
-        StepChange("no-wait", drop_waits_of_line, "which of the phase's waits the line makes"),
-        StepChange("no-host", drop_python_of_line, "the line's time is sampled"),
-        StepChange("no-checkpoint", drop_checkpoints, _WRAPPERS),
-        StepChange("checkpoint", add_checkpoints, _WRAPPERS),
-        StepChange("tf32", use_tf32, "products in TF32 take from an eighth to a third of their time in fp32"),
-        StepChange(
-            "autocast",
-            use_bf16,
-            "products in bf16 take from a sixteenth to a fifth of their time in fp32, and casts take Python's time",
-        ),
-        StepChange("channels-last", use_channels_last, "how fast convolutions and norms are in the other layout"),
-        StepChange(
-            "cudnn-benchmark",
-            benchmark_convolutions,
-            bound="cudnn-benchmark is a bound: which kernel is fastest only a run shows",
-        ),
-        StepChange("no-cudnn-attention", use_flash_attention, "how fast the other attention is"),
-        StepChange("compile", compile_model, "which kernels a compiler fuses"),
-        StepChange("graphs", launch_as_graph, "what launching a graph takes for each kernel"),
-        StepChange(
-            "workers",
-            change_workers,
-            "how much longer a worker takes for a batch than the thread that trains",
-            of_loader=True,
-        ),
-        StepChange("pin-memory", pin_memory, "how fast copies from pinned memory are"),
-        StepChange("gpu", change_gpu),
-        StepChange("kernels", change_kernels),
-        StepChange("links", change_links, "all memory copies pass a link"),
-        StepChange("cpu", change_cpu),
-        StepChange("batch", change_batch, "how fast kernels are on another batch"),
-        StepChange("no-anomaly", stop_anomaly_detection, "how much of Python's time keeping stacks takes"),
-    )
+    "optimizer": StepChange(change_optimizer, "how many launches and which bandwidth the other optimizer has"),
+    "zero-grad": StepChange(drop_zeroed_gradients),
+    "no-wait": StepChange(drop_waits_of_line, "which of the phase's waits the line makes"),
+    "no-host": StepChange(drop_python_of_line, "the line's time is sampled"),
+    "no-checkpoint": StepChange(drop_checkpoints, _WRAPPERS),
+    "checkpoint": StepChange(add_checkpoints, _WRAPPERS),
+    "tf32": StepChange(use_tf32, "products in TF32 take from an eighth to a third of their time in fp32"),
+    "autocast": StepChange(
+        use_bf16,
+        "products in bf16 take from a sixteenth to a fifth of their time in fp32, and casts take Python's time",
+    ),
+    "channels-last": StepChange(use_channels_last, "how fast convolutions and norms are in the other layout"),
+    "cudnn-benchmark": StepChange(
+        benchmark_convolutions,
+        bound="cudnn-benchmark is a bound: which kernel is fastest only a run shows",
+    ),
+    "no-cudnn-attention": StepChange(use_flash_attention, "how fast the other attention is"),
+    "compile": StepChange(compile_model, "which kernels a compiler fuses"),
+    "graphs": StepChange(launch_as_graph, "what launching a graph takes for each kernel"),
+    "workers": StepChange(
+        change_workers,
+        "how much longer a worker takes for a batch than the thread that trains",
+        of_loader=True,
+    ),
+    "pin-memory": StepChange(pin_memory, "how fast copies from pinned memory are"),
+    "gpu": StepChange(change_gpu),
+    "kernels": StepChange(change_kernels),
+    "links": StepChange(change_links, "all memory copies pass a link"),
+    "cpu": StepChange(change_cpu),
+    "batch": StepChange(change_batch, "how fast kernels are on another batch"),
+    "no-anomaly": StepChange(stop_anomaly_detection, "how much of Python's time keeping stacks takes"),
 }
 """What each edit whose effect is known does to a step."""
 
@@ -134,10 +127,9 @@ class TimeAnswer:
     ``now_ns`` is the measured step: unprofiled, or as recorded where ``unprofiled_ns`` is None. ``limited_by`` is what
     limits the step after, by cause; it sums up to ``expected_ns``. ``widths_ns`` is by how much each assumption moves
     the prediction, the most first. ``refusal`` says why nothing is predicted. ``batch_factor`` is how many times
-    as many samples the step after has.
+    as many samples the step after has. ``edits`` are those that were asked about; a cause's answer has none.
     """
 
-    edits: tuple[str, ...]
     now_ns: int | None
     unprofiled_ns: int | None
     proof: Proof | None
@@ -151,6 +143,7 @@ class TimeAnswer:
     assumptions: tuple[str, ...] = ()
     widths_ns: Mapping[str, int] | None = None
     batch_factor: float = 1.0
+    edits: tuple[str, ...] = ()
 
     @property
     def as_many_ns(self) -> dict[str, int | None]:
@@ -205,13 +198,14 @@ class _Reach:
 
 
 def predict_time(replay: StepReplay, edits: Sequence[Edit], facts: ProgramFacts) -> TimeAnswer:
+    texts = tuple(edit.text for edit in edits)
     unknown = ", ".join(edit.text for edit in edits if edit.spec.name not in CHANGES)
     if unknown or replay.refusal is not None:
         why = f"what {unknown} would do to the time is not known: only a run of the edited program shows it"
-        return _refuse(replay, [edit.text for edit in edits], replay.refusal or why)
+        return replace(_refuse(replay, replay.refusal or why), edits=texts)
     answer = predict_changes(replay, [change_of(edit) for edit in edits], facts)
     factors = [float(read_factor(edit.argument)) for edit in edits if edit.spec.name == "batch"]
-    return replace(answer, batch_factor=math.prod(factors))
+    return replace(answer, edits=texts, batch_factor=math.prod(factors))
 
 
 def change_of(edit: Edit) -> StepChange:
@@ -220,7 +214,7 @@ def change_of(edit: Edit) -> StepChange:
     def apply(columns: StepColumns, setting: Setting) -> StepColumns:
         return known.apply(columns, replace(setting, argument=edit.argument))
 
-    return replace(known, name=edit.text, apply=apply)
+    return replace(known, apply=apply)
 
 
 def predict_changes(replay: StepReplay, changes: Sequence[StepChange], facts: ProgramFacts) -> TimeAnswer:
@@ -228,8 +222,8 @@ def predict_changes(replay: StepReplay, changes: Sequence[StepChange], facts: Pr
         try:
             return _predict(replay, changes, facts)
         except CannotPredictError as error:
-            return _refuse(replay, [change.name for change in changes], str(error))
-    return _refuse(replay, [change.name for change in changes], replay.refusal)
+            return _refuse(replay, str(error))
+    return _refuse(replay, replay.refusal)
 
 
 def expect_after(replay: StepReplay, changes: Sequence[StepChange], facts: ProgramFacts) -> int | None:
@@ -270,8 +264,8 @@ def lanes_before_and_after(
     return now, then
 
 
-def _refuse(replay: StepReplay, names: Sequence[str], refusal: str | None) -> TimeAnswer:
-    return TimeAnswer(tuple(names), replay.now_ns, replay.unprofiled_ns, replay.proof, replay.fit, refusal)
+def _refuse(replay: StepReplay, refusal: str | None) -> TimeAnswer:
+    return TimeAnswer(replay.now_ns, replay.unprofiled_ns, replay.proof, replay.fit, refusal)
 
 
 def _predict(replay: StepReplay, changes: Sequence[StepChange], facts: ProgramFacts) -> TimeAnswer:
@@ -312,7 +306,6 @@ def _predict(replay: StepReplay, changes: Sequence[StepChange], facts: ProgramFa
     widths_ns = {name: round(each.below + each.above) for name, each in reaches.items()}
     widths_ns["what no part of this accounts for"] = round(2 * unexplained_ns)
     return TimeAnswer(
-        tuple(change.name for change in changes),
         now_ns,
         replay.unprofiled_ns,
         replay.proof,

@@ -96,18 +96,17 @@ def predict_on_time(
     try:
         steps = replay_on_time(replays, late, unprofiled_ns, host_factor or median(USUAL_HOST))
     except CannotPredictError as error:
-        return TimeAnswer(edits, now_ns, unprofiled_ns, None, AS_RECORDED, str(error))
+        return TimeAnswer(now_ns, unprofiled_ns, None, AS_RECORDED, str(error), edits=edits)
     factors = [step.factor for step in steps]
     fit = Fit(min(factors), median(factors), max(factors))
     proof = max((step.proof for step in steps), key=lambda proof: abs(proof.error))
     if now_ns is None:
-        return TimeAnswer(edits, now_ns, unprofiled_ns, proof, fit, "how long a step takes is not known")
+        return TimeAnswer(now_ns, unprofiled_ns, proof, fit, "how long a step takes is not known", edits=edits)
     after = [round(now_ns * step.after_ns / step.before_ns) for step in steps]
     expected_ns, reach_ns = round(median(after)), (max(after) - min(after)) / 2 / math.sqrt(len(after))
     spread_ns = _SPREAD * expected_ns
     width_ns = round(math.hypot(spread_ns, reach_ns))
     return TimeAnswer(
-        edits,
         now_ns,
         unprofiled_ns,
         proof,
@@ -123,6 +122,7 @@ def predict_on_time(
             "how speed differs between two processes": round(2 * spread_ns),
             "how recorded steps differ": round(2 * reach_ns),
         },
+        edits=edits,
     )
 
 
