@@ -61,7 +61,7 @@ def open_trace(path: str | Path, *, rank: int | None = None, thread_only: bool =
     return _open_trace(path, find_run(path), rank=rank, thread_only=thread_only)
 
 
-def _open_trace(path: Path, run: Run | None, *, rank: int | None = None, thread_only: bool = False) -> OpenedTrace:
+def _open_trace(path: Path, run: Run | None, *, rank: int | None, thread_only: bool = False) -> OpenedTrace:
     from profkit.analysis.opened import OpenedTrace
     from profkit.analysis.placing.expanded_ranges import explain_no_modules, nest_compiled_launches, place_graph_nodes
     from profkit.analysis.ranks import find_ranks
@@ -110,7 +110,7 @@ def open_snapshot(
 
 
 def _open_snapshot(
-    path: Path, run: Run | None, *, phases: Mapping[str, str] | None = None, rank: int | None = None
+    path: Path, run: Run | None, *, phases: Mapping[str, str] | None = None, rank: int | None
 ) -> OpenedSnapshot:
     from profkit.analysis.memory.opened_snapshot import OpenedSnapshot
     from profkit.run.owners import read_owners

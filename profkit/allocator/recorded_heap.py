@@ -73,7 +73,7 @@ class Start:
     contradictions: Counter[str] = field(default_factory=Counter)
 
 
-def find_start(device: Device, settings: Settings, is_settled: bool = True) -> Start:
+def find_start(device: Device, settings: Settings, is_settled: bool) -> Start:
     """Return the state before the first event of ``device``; ``is_settled``: the settings never changed."""
     start = Start()
     plain, stretches = find_regions(device, start.contradictions)

@@ -279,7 +279,7 @@ def _check_idle_instances(attribution: Attribution) -> Iterator[Finding]:
     )
 
 
-def _check_steps(attribution: Attribution, *, even: bool = False) -> Iterator[Finding]:
+def _check_steps(attribution: Attribution, *, even: bool) -> Iterator[Finding]:
     """Compare the kernel counts of steps and phases outside ``warmup``, of each process and each context apart.
 
     The first backward call of a step is compared with the first ones of the other steps, the second with the second:

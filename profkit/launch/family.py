@@ -70,7 +70,7 @@ class Family:
         """Send the signal to every member, except those whose executable lies in the folder ``but``."""
         _send((process for process in self.members() if but is None or not _lies_in(process, but)), number)
 
-    def send_to_first(self, number: int, *, but: Path | None = None) -> None:
+    def send_to_first(self, number: int, *, but: Path | None) -> None:
         """Send the signal to the child, or to what it started first if its executable lies in the folder ``but``."""
         if but is None:
             _send(filter(None, [self.pid]), number)

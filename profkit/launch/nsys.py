@@ -71,7 +71,7 @@ def find_nsys(environment: Mapping[str, str], root: Path = Path("/")) -> Nsys | 
     return _started(installed[0]) if installed else None
 
 
-def list_installed(root: Path = Path("/")) -> list[Path]:
+def list_installed(root: Path) -> list[Path]:
     """Return every nsys in the usual places under ``root``, the one to use first."""
     installed: list[Path] = []
     for place in _PLACES:

@@ -93,7 +93,7 @@ def _find_crossing(start_ns: Ints, end_ns: Ints) -> list[int]:
     return crossing
 
 
-def write_chrome_trace(file: IO[bytes], opened: OpenedTrace, *, zipped: bool = True) -> None:
+def write_chrome_trace(file: IO[bytes], opened: OpenedTrace, *, zipped: bool) -> None:
     """Write a trace as Chrome JSON. The same input gives the same bytes."""
     if not zipped:
         _write_json(file, opened)

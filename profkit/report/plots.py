@@ -202,7 +202,7 @@ _PHASES_SHOWN = 6
 _INK = "#1b1f24"
 
 
-def plot_timeline(path: Path, memory: DeviceMemory, result: MemoryResult, wanted: Filter | None = None) -> None:
+def plot_timeline(path: Path, memory: DeviceMemory, result: MemoryResult, wanted: Filter | None) -> None:
     """Draw the stacked allocations, the peak, the phases and the reserved memory of one device into a PNG."""
     bins = bin_history(memory, wanted)
     by_events = bins.prefers_events or not bins.has_times

@@ -119,9 +119,9 @@ def read_record(kind: type[T], path: Path, version: int | None = None) -> T:
         raise RunError(f"{path}: {error}") from None
 
 
-def write_record(path: Path, record: Any, *, mode: int | None = None) -> None:
+def write_record(path: Path, record: Any) -> None:
     """Write a dataclass as JSON, as `read_record` reads it; the file appears whole or not at all."""
-    write_json(path, asdict(record), mode=mode)
+    write_json(path, asdict(record))
 
 
 def decode(kind: Any, value: object, where: str = "") -> Any:  # noqa: PLR0911  one return a kind

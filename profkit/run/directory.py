@@ -188,7 +188,7 @@ class Run:
             raise TraceError(f"{self.path}: this run holds no trace: {self.ending}")
         raise TraceError(f"{self.path}: this run holds no trace (none of {', '.join(_TRACES)})")
 
-    def find_snapshot(self, rank: int | None = None) -> Path:
+    def find_snapshot(self, rank: int | None) -> Path:
         """Return the memory snapshot of ``rank``, else of the rank with the highest peak.
 
         Raises:

@@ -42,7 +42,7 @@ from profkit.trace.kineto_events import (
     name_of,
     objects_in,
     parse_argument,
-    parse_id,
+    parse_correlation,
     parse_integer,
     parse_interval,
     parse_microseconds,
@@ -375,7 +375,7 @@ class GpuReader:
     def __init__(self, reading: Reading, calls: HostRows, collectives: CollectiveArguments) -> None:
         self._reading = reading
         self._collectives = collectives
-        self.correlation = integers([parse_id(event, "correlation") for event in calls.events])
+        self.correlation = integers([parse_correlation(event) for event in calls.events])
         self._matched: set[int] = set()
         self._ambiguous_count = 0
         self._launches: dict[int, dict[int, tuple[int, int]]] = {}
@@ -439,7 +439,7 @@ class GpuReader:
                 _stream_or_none(parse_argument(event, "wait_on_stream")),
             )
             for event in events
-            if (correlation := parse_id(event, "correlation")) in rows
+            if (correlation := parse_correlation(event)) in rows
         ]
         call, device, stream, record, record_stream = np.array(waits, dtype=np.int64).reshape(-1, 5).T.copy()
         return Syncs(call, device, stream, record, device, record_stream)
@@ -465,7 +465,7 @@ class GpuReader:
         processes = self._reading.processes()
         placed = []
         for event in rows:
-            correlation = parse_id(event, "correlation")
+            correlation = parse_correlation(event)
             launches = self._launches.get(correlation, {}) if correlation else {}
             if correlation:
                 self._matched.add(correlation)

@@ -317,12 +317,12 @@ def parse_argument(event: Event, name: str) -> int | None:
     return parse_integer(event.get("args", {}).get(name))
 
 
-def parse_id(event: Event, name: str) -> int:
-    """Return a 64-bit id from the event's ``args``, written with or without a sign; 0, which is CUPTI's none, without.
+def parse_correlation(event: Event) -> int:
+    """Return the event's 64-bit correlation, written with or without a sign; 0, which is CUPTI's none, without.
 
     Ids from 2⁶³ on come out negative, so that a signed column holds them.
     """
-    value = event.get("args", {}).get(name)
+    value = event.get("args", {}).get("correlation")
     if isinstance(value, str) and re.fullmatch(r"-?[0-9]{1,20}", value):
         value = int(value)
     if not isinstance(value, int) or not -_ID_LIMIT // 2 <= value < _ID_LIMIT:

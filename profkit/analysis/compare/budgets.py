@@ -269,7 +269,7 @@ def _explain_no_share(attribution: Attribution, name: str, bare: str, asked: tup
     return f"--max-share {name}: no {' and no '.join(asked)} is named {bare!r}; {hint} (`profkit ranges` lists ranges)"
 
 
-def _judge_against(run: OpenedCapture, baseline: OpenedCapture, *, force: bool = False) -> Iterator[BudgetLine]:
+def _judge_against(run: OpenedCapture, baseline: OpenedCapture, *, force: bool) -> Iterator[BudgetLine]:
     """Yield whether a run is as fast as its baseline and needs no more memory, for what at least one of them recorded.
 
     Time is that of the unprofiled steps if both runs have them, else the kernel time per step. A run is slower if the

@@ -222,7 +222,7 @@ def reduce_capture(capture: OpenedCapture, range: str | None = None) -> ReducedC
 
 
 def compare_captures(
-    before: ReducedCapture, after: ReducedCapture, *, force: bool = False, may_be_empty: bool = False
+    before: ReducedCapture, after: ReducedCapture, *, force: bool, may_be_empty: bool = False
 ) -> CaptureComparison:
     """Return what changed between two captures, reduced to the same range; see `profkit.compare`.
 

@@ -214,9 +214,7 @@ class _Columns:
     window_count: Ints
 
 
-def measure_efficiency(
-    account: TimeAccount, facts: RunFacts, range: str | None = None, *, numbered: bool = False
-) -> EfficiencyResult:
+def measure_efficiency(account: TimeAccount, facts: RunFacts, range: str | None, *, numbered: bool) -> EfficiencyResult:
     """Return how well the GPUs' time was used under each range.
 
     Args:

@@ -201,7 +201,7 @@ class Fragmentation:
     """Allocated beyond what was requested: rounding, and rests too small to split off. Shown as lost to rounding."""
 
 
-def compose(memory: DeviceMemory, what: str, moment: int, wanted: Filter | None = None) -> Composition:
+def compose(memory: DeviceMemory, what: str, moment: int, wanted: Filter | None) -> Composition:
     """Return what was allocated at a moment on the curves; ``what`` is the moment as the user named it."""
     curves, replay = memory.history.curves, memory.history.replay
     live = memory.live_rows(moment)

@@ -202,7 +202,7 @@ def last_failure(memory: DeviceMemory) -> int | None:
     return int(where[-1]) if len(where) else None
 
 
-def judge_oom(memory: DeviceMemory, capacity_bytes: int | None = None) -> OomVerdict | None:
+def judge_oom(memory: DeviceMemory, capacity_bytes: int | None) -> OomVerdict | None:
     """Return the verdict on the last out-of-memory error of the history; None if there was none."""
     events = memory.device.events
     event = last_failure(memory)

@@ -57,7 +57,7 @@ def explain_no_rank(number: int, there: tuple[int, ...]) -> str:
     return f"no rank {number}: this trace holds rank{'s' if len(there) > 1 else ''} {', '.join(map(str, there))}"
 
 
-def find_ranks(trace: Trace, known: Mapping[int, int] | None = None) -> Ranks:
+def find_ranks(trace: Trace, known: Mapping[int, int] | None) -> Ranks:
     """Return the ranks of a trace by the best evidence there is.
 
     First what profkit itself wrote down while it ran them (``known``: pid → rank), then what the trace says of itself

@@ -212,7 +212,7 @@ def _winsorized(values: Floats) -> tuple[Floats, int]:
     return apart - apart.mean(), len(values) - 2 * cut
 
 
-def _chance_of_level(late_ns: Floats, step_ns: float, known_spread: float = KNOWN_SPREAD) -> float:
+def _chance_of_level(late_ns: Floats, step_ns: float, known_spread: float) -> float:
     """``known_spread`` is by what share of a step ranks are known to vary."""
     count = len(late_ns)
     if not count or not step_ns:

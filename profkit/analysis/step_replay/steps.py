@@ -229,7 +229,7 @@ class StepReplay:
         """Run one of the steps, or a changed form of it, after others like it."""
         return run_steadily(step, self.constants)
 
-    def limits(self, lines: Sequence[LineTime] = ()) -> StepLimits:
+    def limits(self, lines: Sequence[LineTime]) -> StepLimits:
         """Return what limits the typical step at its unprofiled speed; nothing where nothing may be predicted."""
         step = self.typical
         if step is None or self.refusal is not None:

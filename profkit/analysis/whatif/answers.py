@@ -80,11 +80,11 @@ def what_if(
     memory: DeviceMemory,
     snapshot: str,
     *,
-    allocators: Sequence[str] = (),
-    capacity_bytes: int | None = None,
-    edits: Sequence[str] = (),
-    fit: bool = False,
-    cost: Cost | None = None,
+    allocators: Sequence[str],
+    capacity_bytes: int | None,
+    edits: Sequence[str],
+    fit: bool,
+    cost: Cost | None,
 ) -> WhatIf:
     """Return the peaks of one device today, and under other settings of the allocator or after edits of the program."""
     history = memory.history

@@ -54,7 +54,7 @@ class Call:
     backward_end: int
 
 
-def edit_checkpoint(program: Program, requests: Requests, text: str, bound: Bound = "likely") -> Change:
+def edit_checkpoint(program: Program, requests: Requests, text: str, bound: Bound) -> Change:
     """Checkpoint the ranges or modules that match ``GLOB``.
 
     Of ``GLOB:every=K`` only every K-th, from the first on; of ``GLOB:group=K`` K that follow one another share one

@@ -70,7 +70,7 @@ _AFTER_COLUMN = Column("after_ns", "after", _or_empty(NS))
 _INTERVAL_COLUMN = Column("interval", f"{LEVEL:.0%} interval", _INTERVAL)
 
 
-def build_compare_document(result: CaptureComparison, *, by: View | None = None, top: int | None = None) -> Document:
+def build_compare_document(result: CaptureComparison, *, by: View | None, top: int | None) -> Document:
     """Return the comparison, of kernel time only this view; CSV holds it, or the kernels."""
     parts: list[Table | Lines] = [Lines(_head(result), "head")]
     if result.clean is not None:

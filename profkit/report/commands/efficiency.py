@@ -284,7 +284,7 @@ def _cost_words(step: PhaseTimes) -> str:
 
 
 def build_ranges_document(
-    result: RangesResult, self_check: Sequence[Finding], *, numbered: bool = True, totals: bool = False
+    result: RangesResult, self_check: Sequence[Finding], *, numbered: bool, totals: bool
 ) -> Document:
     """Return the tree.
 

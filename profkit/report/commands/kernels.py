@@ -41,8 +41,8 @@ def build_kernels_document(
     totals: bool = False,
     full_names: bool = False,
     explain: bool = False,
-    phases: Mapping[str, Sequence[KernelsResult]] | None = None,
-    compared: RanksResult | None = None,
+    phases: Mapping[str, Sequence[KernelsResult]] | None,
+    compared: RanksResult | None,
 ) -> Document:
     """Return the result with its books.
 
@@ -88,7 +88,7 @@ def subject(result: KernelsResult) -> str:
     return ", ".join([what, *_filter_words(result)])
 
 
-def count_line(result: KernelsResult, steps: int | None = None) -> str:
+def count_line(result: KernelsResult, steps: int | None) -> str:
     """Return how many kernels (or operators) and graphs the table counts, per step if ``steps`` is given."""
     if steps is None:
         count = format_count(result.kernel_count, _noun(result))

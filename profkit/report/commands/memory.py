@@ -389,7 +389,7 @@ _PART_COLUMNS = (
 )
 
 
-def memory_parts(comparison: Comparison, top: int = TOP_PARTS) -> list[Table | Lines]:
+def memory_parts(comparison: Comparison, top: int) -> list[Table | Lines]:
     """Return what ``profkit compare`` shows of two peaks, and the ``top`` largest parts of their difference."""
     if _is_same(comparison):
         return [_compared_head(comparison)]
