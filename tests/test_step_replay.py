@@ -73,7 +73,9 @@ def test_a_step_that_runs_as_recorded_ends_as_recorded_and_what_limits_it_sums_u
             proof = prove((ready, found))
             assert abs(proof.error) <= 0.005
             assert proof.operations_p95_ns <= 150_000
-            assert proof.waits_p95_ns <= 150_000
+            waits = [call for call, kind in enumerate(ready.kind) if kind == WAIT]
+            late_ns = [abs(found.call_end_ns[call] - ready.call_end_ns[call]) for call in waits]
+            assert np.quantile(late_ns or [0], 0.95) <= 150_000
             check_chain(ready, found)
 
 

@@ -417,14 +417,13 @@ class Proof:
     """How well a step that runs as it was recorded ends where it ended, in nanoseconds.
 
     ``operations_p50_ns`` and ``operations_p95_ns`` are of the distances between the recorded and replayed ends of
-    operations, ``waits_p95_ns`` of those of calls that wait. Of several ranks it is how well all together end.
+    operations. Of several ranks it is how well all together end.
     """
 
     recorded_ns: int
     replayed_ns: int
     operations_p50_ns: int
     operations_p95_ns: int
-    waits_p95_ns: int
 
     @property
     def error(self) -> float:
@@ -433,17 +432,12 @@ class Proof:
 
 def prove(*runs: tuple[StepColumns, Replayed]) -> Proof:
     """Return how well a step was replayed that ran as it was recorded: on one rank, or on several together."""
-    ends, waits = [], []
-    for step, found in runs:
-        ends += [abs(a - b) for a, b in zip(found.end_ns, step.end_ns, strict=True)]
-        calls = zip(step.kind, found.call_end_ns, step.call_end_ns, strict=True)
-        waits += [abs(a - b) for kind, a, b in calls if kind == WAIT]
+    ends = [abs(a - b) for step, found in runs for a, b in zip(found.end_ns, step.end_ns, strict=True)]
     return Proof(
         max(step.recorded_ns for step, _ in runs),
         max(found.step_ns for _, found in runs),
         _quantile(ends, 0.5),
         _quantile(ends, 0.95),
-        _quantile(waits, 0.95),
     )
 
 

@@ -268,10 +268,8 @@ def edit_parameters(program: Program, requests: Requests, kind: str) -> Change:
     return Change(_halve(program, requests, others), text, (unknown, *unsure))
 
 
-def drop_gradients(program: Program, requests: Requests, kind: str) -> Change:
+def drop_gradients(program: Program, requests: Requests, _kind: str) -> Change:
     """Free each gradient after the optimizer's step, as ``zero_grad(set_to_none=True)`` does."""
-    if kind != "none":
-        raise CannotModelError(f"no kind of zero-grad {kind!r}; it is none")
     at = np.flatnonzero(_find_tensors(program, requests, "gradient"))
     steps = [phase for phase in program.memory.timeline.phases if phase.name == OPTIMIZER]
     ends = np.array([program.memory.timeline.moments_of(phase)[1] for phase in steps], dtype=np.float64)
