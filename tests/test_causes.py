@@ -752,6 +752,7 @@ IN_MODEL = equal_steps(
     within("forward", python(4 * MS), launch(NVJET, MS)), within("backward", launch(NVJET, MS)), wait
 )
 LATE = equal_steps(python(4 * MS), FORWARD)
+MOSTLY_HIDDEN = equal_steps(python(6 * MS), within("forward", launch(NVJET, 5 * MS)))
 MADE_ON_CPU = equal_steps(python(4 * MS), copy(2 * MS), FORWARD)
 LONG = within("forward", launch(NVJET, 100_000, 100))
 MEAN = line(MS, "forward", "y.mean().item", waits=8, waiting_ns=MS)
@@ -1021,6 +1022,7 @@ NAMED: dict[str, Case] = {
         {"lines": [line(4 * MS, "forward", "draw", function="call")]},
     ),
     "a line outside of the phases": ("python", LATE, {"lines": [*BATCH["lines"], line(MS // 100, line=31)]}),
+    "a line that the GPU's work mostly hides": ("python", MOSTLY_HIDDEN, {"lines": [line(6 * MS)]}),
     "a tensor made on the CPU": ("made-on-cpu", MADE_ON_CPU, {"lines": [line(4 * MS, called="torch.randn")]}),
     "a tensor of Python's numbers, whose move waits": ("python", made_in_python(), python_numbers("torch.tensor")),
     "the same after no work": ("python", made_in_python(work_before=False), python_numbers("torch.tensor")),
@@ -1218,6 +1220,7 @@ NAMED: dict[str, Case] = {
 
 WITHOUT: dict[str, tuple[float, float | None]] = {
     "a line outside of the phases": (LATE.lengths[0] - 4 * MS, 0.1),
+    "a line that the GPU's work mostly hides": (5 * MS, 0.01),
     "a tensor made on the CPU": (MADE_ON_CPU.lengths[0] - 6 * MS - 8_000, None),
     "a tensor of Python's numbers, whose move waits": (20 * 201_000, 0.02),
     "the same after no work": (20 * 201_000, 0.02),
@@ -1615,6 +1618,15 @@ def test_a_function_of_the_dataset_whose_lines_take_a_batch_together_is_what_to_
     assert "num_workers" in advise("sample", "Data.__getitem__", "parse", "cut", "join", "sort")
     # The lines of a sample that call the same are one.
     assert "do atoms.tolist once" in advise("same", "Data.__getitem__", *("atoms.tolist", "bonds.tolist") * 2)
+
+
+@pytest.mark.parametrize(("cpus", "change"), [(6, "do json.load once"), (16, "num_workers=11")])
+def test_more_workers_are_the_simpler_change_only_where_they_spare_most_of_the_wait(
+    tmp_path: Path, cpus: int, change: str
+) -> None:
+    program, given = slow_dataset(2 * MS, 11 * MS, FORWARD, batch_ns=12 * MS)
+    found = by_code(program.write(tmp_path, **{**given, "conditions": {"cpu_count": cpus}}))["loader"]
+    assert change in found.change
 
 
 def test_the_order_of_volumes_has_a_name_of_its_own(tmp_path: Path) -> None:

@@ -41,11 +41,7 @@ _OF_LIKE = 0.85
 _SPARE = 2.0
 """By how much workers that keep up are faster than the step: batches come unevenly, so that at 1.5 it waits."""
 _NEARLY = 2.0
-"""More workers are the simpler change, as long as the step takes no more than so many times its pace with them.
-
-But where a line takes most of a batch, and is not nearly all that makes it, it is what to change unless they keep up.
-"""
-_WHOLE = 0.85
+"""More workers are the simpler change, as long as the step takes no more than so many times its pace with them."""
 _COLLATING = ("collate.", "fetch.")
 """Files of torch's whose functions get samples one by one, and put them together."""
 _CONVERTING = ("float", "half", "bfloat16", "double", "long", "int", "type")
@@ -73,7 +69,9 @@ def _loader(evidence: Evidence) -> Iterator[Cause]:
         yield from behind
         return
     in_time_ns = evidence.expect_after([batches_every(0)]) or pace_ns
-    cheaper = cheapen_batches(evidence, waited_ns, in_time_ns)
+    # More workers are the simpler change if they spare half of the wait, too.
+    is_spared = evidence.now_ns - pace_ns >= _MOSTLY * (evidence.now_ns - in_time_ns)
+    cheaper = cheapen_batches(evidence, waited_ns, in_time_ns, _NEARLY if is_spared else 1)
     workers = choose_workers(evidence, waited_ns, pace_ns)
     if cheaper is not None and waited_ns >= _LEAST_SHARE * evidence.now_ns:
         cause, every_ns = cheaper
@@ -122,10 +120,13 @@ def _falling_behind(evidence: Evidence, waited_ns: int) -> Iterator[Cause]:
     )
 
 
-def cheapen_batches(evidence: Evidence, waited_ns: int, pace_ns: int) -> tuple[Cause, int] | None:
+def cheapen_batches(
+    evidence: Evidence, waited_ns: int, pace_ns: int, nearly: float = _NEARLY
+) -> tuple[Cause, int] | None:
     """Return that a line of the dataset makes batches slow, and how often they come without it.
 
-    None where the CPUs have room for enough workers, or no line is a good part of a batch.
+    None where the CPUs have room for enough workers, with which a step takes no more than ``nearly`` times its pace, or
+    no line is a good part of a batch.
     """
     facts = evidence.facts
     if not facts.workers or facts.batch_ns is None:
@@ -135,9 +136,7 @@ def cheapen_batches(evidence: Evidence, waited_ns: int, pace_ns: int) -> tuple[C
         return None
     costly_ns, what = _time_function(evidence, line)
     room = facts.room or _MANY_WORKERS
-    is_part = _MOSTLY * facts.batch_ns < costly_ns < _WHOLE * facts.batch_ns
-    is_simpler = room > facts.workers and not is_part
-    longest_ns = pace_ns * facts.batches_at_once(room, "expected") * (_NEARLY if is_simpler else 1)
+    longest_ns = pace_ns * facts.batches_at_once(room, "expected") * (nearly if room > facts.workers else 1)
     if facts.batch_ns <= longest_ns:
         return None
     if collating_ns > _MOSTLY * facts.batch_ns:

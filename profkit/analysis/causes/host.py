@@ -162,8 +162,10 @@ def _group_lines(evidence: Evidence) -> Iterator[tuple[Sequence[LineTime], LineT
     pausing, is_plain = [], _is_plain(evidence)
     for line in filter(is_plain, evidence.lines):
         phase = line.phase or OUTSIDE
-        paused_ns = min(limiting.get((line.file or "", line.line, phase), 0), pauses.get(phase, 0))
-        if paused_ns >= _COVERED * line.own_ns:
+        limiting_ns, paused_ns = limiting.get((line.file or "", line.line, phase), 0), pauses.get(phase, 0)
+        # Of a long pause the GPU's work may hide the most.
+        is_late = limiting_ns >= min(_COVERED * line.own_ns, _LEAST_SHARE * evidence.now_ns)
+        if is_late and paused_ns >= _COVERED * line.own_ns:
             pausing.append(line)
     for line in pausing:
         calls.setdefault(_find_call(evidence.call_tree, line, pausing, is_plain), []).append(line)
