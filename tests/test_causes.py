@@ -663,6 +663,15 @@ def separate_calls(duration: int, *, is_independent: bool = True, passes: int = 
     return program, {**counted, "lines": [called]}
 
 
+def calls_trunk_again(calls: int) -> tuple[Program, dict[str, Any]]:
+    """Return steps that call a trunk of 2 ms in each pass twice, as was counted or not."""
+    forward, backward = (within(f"{phase}/model/trunk", launch(NVJET, 2 * MS)) for phase in ("forward", "backward"))
+    one_pass = (*[forward] * 2, within("forward/model/head", launch(NVJET, MS)), *[backward] * 2)
+    called = line(MS, "forward", "self.trunk", line=14, file="/code/model.py")
+    counted = works(repeated_calls=[{"module": "trunk", "calls": calls}] * (calls > 1))
+    return equal_steps(*one_pass * 2, wait), {**counted, "lines": [called]}
+
+
 OUTER_SCAN = "void at::native::tensor_kernel_scan_outer_dim<long, unsigned int, std::plus<long> >(long*)"
 INDEXING = (
     "void (anonymous namespace)::indexing_backward_kernel_stride_1<float>(long const*, long const*, float const*)"
@@ -871,6 +880,7 @@ NEARLY: list[Case] = [
     # Each call has work enough for the GPU, or needs the one before it.
     ("loop", *separate_calls(100_000)),
     ("loop", *separate_calls(4_000, is_independent=False)),
+    ("repeated-call", *calls_trunk_again(1)),
     ("dense-gradients", *table(600)),
     ("dense-gradients", *table(10, is_unread=True)),
     ("padding", padded(0)[0], works(padding={"positions": 0, "in_longest": 0, "used": 0})),
@@ -1078,6 +1088,7 @@ NAMED: dict[str, Case] = {
         {"lines": [replace(MEAN, called="model", inside="clip.look")]},
     ),
     "a module that is called for each sample": ("loop", *separate_calls(4_000)),
+    "a module that is called twice on one input": ("repeated-call", *calls_trunk_again(2)),
     "a block whose backward pass nobody needs": ("unread-gradients", *frozen(1, 1)),
     "cumulative sums over an outer axis": ("scan", scanned(3 * MS), works(("router", "cumsum", 65, MIB))),
     "figures for a log in a library's function": (
@@ -1248,6 +1259,7 @@ WITHOUT: dict[str, tuple[float, float | None]] = {
     # In forward half of the products are large ones, in backward three of four; the others' layers run side by side.
     # The kernels of a cell's two passes, but for the sums, begin 1 µs after one another.
     "a loop of cells": (MS + 140 * 1_000 * (18 * (0.25 + 0.375) + 36 * (0.375 + 0.1875) + 2 * 3 + 8 + 2), 0.03),
+    "a module that is called twice on one input": (10 * (MS + 1_000), 0.02),
     "a pass that nobody reads": (6 * (MS + 1_000), 0.02),
     "two passes that nobody reads": (6 * (MS + 1_000), 0.02),
     "memory that is filled": (with_fills(100).lengths[0] - 100 * 5_000, None),

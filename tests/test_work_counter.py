@@ -49,6 +49,7 @@ from profkit.run.work import (  # noqa: E402
     GivenMask,
     IndependentCalls,
     Padding,
+    RepeatedCalls,
     ScoredPositions,
     UnreadGradients,
     read_work,
@@ -720,6 +721,25 @@ def test_calls_of_a_module_that_need_no_other_are_found(needs: str, calls: int) 
                     hidden.sum().backward()
     found = counter.content().independent_calls
     assert found == ((IndependentCalls("model", calls),) if needs == "nothing" else ())
+
+
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [("the same", True), ("halves", False), ("changed", False), ("another pass", False), ("with dropout", False)],
+)
+def test_calls_of_a_module_on_the_same_input_are_found(given: str, found: bool) -> None:
+    module = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5 if given == "with dropout" else 0.0))
+    x, losses = torch.randn(8, 4), []
+    with counting(None, module.parameters()) as counter:
+        for at in range(2):
+            with annotate("forward"), annotate("model"), annotate("trunk"):
+                losses.append(module(x[4 * at : 4 * at + 4] if given == "halves" else x).sum())
+            if given == "changed":
+                x.add_(1)
+            if given == "another pass":
+                with annotate("backward"):
+                    losses[-1].backward()
+    assert counter.content().repeated_calls == ((RepeatedCalls("model", 2),) if found else ())
 
 
 @pytest.mark.parametrize(("sizes", "found"), [((8, 8), 1), ((8, 6), None), ((8, 8, 6, 6, 6), 2)])

@@ -193,15 +193,23 @@ class IndependentCalls:
 
 
 @dataclass(frozen=True)
+class RepeatedCalls:
+    """A module that a pass calls so often on what it was given the first time."""
+
+    module: RangeName
+    calls: int
+
+
+@dataclass(frozen=True)
 class RunWork:
     """The content of ``work.json``.
 
     ``dtype`` is the one in which most of the FLOPs are done, None where there are none; ``model_flops`` those that the
     model asks for in a step, forward and backward, whatever is computed again: what MFU counts (Chowdhery et al. 2022,
     appendix B). ``missing`` names operators without a formula. Files of before December 2026 have no ``lines``,
-    ``unread_gradients``, ``tables``, ``independent_calls``, ``given_masks``, ``scored_positions`` and
-    ``optimizer_steps``, how many steps of optimizers the counted one had, and no ``padding``: None where no call had a
-    mask.
+    ``unread_gradients``, ``tables``, ``independent_calls``, ``repeated_calls``, ``given_masks``, ``scored_positions``
+    and ``optimizer_steps``, how many steps of optimizers the counted one had, and no ``padding``: None where no call
+    had a mask.
     """
 
     version: int
@@ -215,6 +223,7 @@ class RunWork:
     unread_gradients: tuple[UnreadGradients, ...] = ()
     tables: tuple[DenseTable, ...] = ()
     independent_calls: tuple[IndependentCalls, ...] = ()
+    repeated_calls: tuple[RepeatedCalls, ...] = ()
     optimizer_steps: int = 0
     given_masks: tuple[GivenMask, ...] = ()
     scored_positions: tuple[ScoredPositions, ...] = ()

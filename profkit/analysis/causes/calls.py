@@ -23,7 +23,7 @@ from profkit.analysis.step_replay.kernel_edits import SMALLEST_NS, is_convolutio
 from profkit.analysis.step_replay.predict import StepChange
 from profkit.analysis.step_replay.steps import ReplayedStep
 from profkit.names import BACKWARD, FORWARD, kind_of
-from profkit.run.work import IndependentCalls
+from profkit.run.work import IndependentCalls, RepeatedCalls
 
 _ALIKE = 0.8
 """Calls whose kernels take this share of the longest one's do the same work."""
@@ -119,6 +119,46 @@ def _separate_calls(evidence: Evidence) -> Iterator[Cause]:
             costs="a batch norm then sees all of them together",
             evidence={"calls": calls.calls, "kernels": len(times_ns), "time_ns": sum(times_ns)},
         )
+
+
+def _repeated_calls(evidence: Evidence) -> Iterator[Cause]:
+    """A module computes again, in the same pass, what it has computed: two heads' losses ask the same trunk, say."""
+    step = evidence.step
+    if step is None or evidence.work is None:
+        return
+    durations = step.columns.duration_ns
+    for repeated in evidence.work.repeated_calls:
+
+        def choose(step: ReplayedStep, repeated: RepeatedCalls = repeated) -> list[int]:
+            chosen = []
+            for phase in (FORWARD, BACKWARD):
+                calls = evidence.operations_in(step, evidence.module_ranges.get((phase, kind_of(repeated.module)), ()))
+                chosen += [row for at, rows in enumerate(calls) if at % repeated.calls for row in rows]
+            return chosen
+
+        rows = choose(step)
+        if rows:
+            yield Cause(
+                code="repeated-call",
+                cause=f"{repeated.module} is called {repeated.calls} times a pass on the same input",
+                line=_find_calling_line(evidence, repeated.module) or _find_calling_models(evidence),
+                module=kind_of(repeated.module),
+                change="call it once, and use what it returns for all of them",
+                changes=[remove_operations(choose, NOTHING, "that all of its calls' results are the same")],
+                evidence={"calls": repeated.calls, "time_ns": sum(durations[row] for row in rows)},
+            )
+
+
+def _find_calling_models(evidence: Evidence) -> SourceLine | None:
+    """Return the line of the function that trains in which most of the forward pass runs, None if none is known."""
+    lines = (*evidence.lines, *evidence.facts.callers)
+    loops = {(line.file, line.function) for line in lines if line.phase == BACKWARD}
+    own = [line for line in lines if line.phase == FORWARD and line.file and (line.file, line.function) in loops]
+    # Further out, the calls of the loop itself hold them all.
+    names = {function.rpartition(".")[2] for _, function in loops}
+    inner = [line for line in own if line.method not in names]
+    line = max(inner, key=lambda line: line.time_ns, default=None)
+    return None if line is None else source_line(line)
 
 
 def _group_alike(evidence: Evidence, step: ReplayedStep, calls: IndependentCalls) -> list[list[int]]:
@@ -306,4 +346,4 @@ def _make_layers(evidence: Evidence, module: str, layers: int, *, is_fused: bool
     return [change for phase in _JOINT_PRODUCTS for change in make_layers(phase)]
 
 
-CALLS = (_loops_of_cells, _unread_passes, _separate_calls)
+CALLS = (_loops_of_cells, _unread_passes, _separate_calls, _repeated_calls)

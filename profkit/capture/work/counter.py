@@ -33,7 +33,15 @@ from profkit.capture.line_samples import Place, describe, find_place
 from profkit.capture.patches import patch, restore
 from profkit.capture.steps.conditions import count_compiled_graphs
 from profkit.capture.work import Instance, Products, WorkAccount, summarize_work
-from profkit.capture.work.needless import GradientFlow, GradientsApart, Masks, Parameters, RangeOf, RepeatedCalls
+from profkit.capture.work.needless import (
+    CallsApart,
+    GradientFlow,
+    GradientsApart,
+    Masks,
+    Parameters,
+    RangeOf,
+    SameInputs,
+)
 from profkit.capture.work.operator_work import (
     Buffers,
     GraphPart,
@@ -154,7 +162,7 @@ class WorkCounter(OperatorMode, RangeObserver):
         stepped = stepped or {}
         self._needed, self._computed = GradientFlow(chain.from_iterable(stepped.values())), GradientFlow(differentiated)
         self._apart = GradientsApart(stepped)
-        self._repeated = RepeatedCalls(self._computed.weights)
+        self._separate, self._repeated = CallsApart(self._computed.weights), SameInputs(self._computed.weights)
         self._model_flops = 0
         self._work: dict[tuple[str, ...], Any] = {}
         self._is_entered = False
@@ -262,7 +270,8 @@ class WorkCounter(OperatorMode, RangeObserver):
             scored_positions=tuple(self._masks.scored()),
             unread_gradients=(*self._unread.values(), *self._apart.find(self._computed)),
             tables=tuple(self._describe_tables()),
-            independent_calls=tuple(self._repeated.describe()),
+            independent_calls=tuple(self._separate.describe()),
+            repeated_calls=tuple(self._repeated.describe()),
             optimizer_steps=self._apart.steps,
         )
 
@@ -296,6 +305,7 @@ class WorkCounter(OperatorMode, RangeObserver):
         is_step = around is self._account.step and _STEP.fullmatch(name)
         instance = around if is_step else self._account.open(name, around)
         if not is_step:
+            self._separate.opened(instance)
             self._repeated.opened(instance)
             self._computed.opened(instance)
         self._open.setdefault(thread, []).append(instance)
@@ -367,7 +377,7 @@ class WorkCounter(OperatorMode, RangeObserver):
                     self._did(work, threading.get_ident())
                     self._note_line(work, _name_by_shape(work.name, args), sys._getframe(1))
                     if work.name == "convolution":
-                        self._repeated.convolves(self._innermost(), tuple(args[0].shape[2:]))
+                        self._separate.convolves(self._innermost(), tuple(args[0].shape[2:]))
                     if work.name in _DENSE_GRADIENTS:
                         self._note_table(returned, name_arguments(func, args, kwargs)["indices"])
                     if work.products.flops and isinstance(returned, torch.Tensor):
@@ -393,7 +403,7 @@ class WorkCounter(OperatorMode, RangeObserver):
                 work = replace(work, products=Products())
         self._add(innermost, work.products, work.other_flops)
         self._account.move(innermost, work.reads, work.writes)
-        for follower in (self._repeated, self._computed, self._needed, self._apart):
+        for follower in (self._separate, self._repeated, self._computed, self._needed, self._apart):
             follower.did(innermost, work)
 
     def _note_line(self, work: OperatorWork, name: str, frame: FrameType) -> None:

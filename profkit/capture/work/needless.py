@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -13,8 +13,10 @@ from torch import Tensor, nn
 from profkit.capture.work import Instance
 from profkit.capture.work.operator_work import Buffers, OperatorWork, storage_of
 from profkit.names import BACKWARD, FORWARD, kind_of
-from profkit.run.work import GivenMask, IndependentCalls, Padding, ScoredPositions, UnreadGradients
+from profkit.run.work import GivenMask, IndependentCalls, Padding, RepeatedCalls, ScoredPositions, UnreadGradients
 
+_RANDOM = ("dropout", "bernoulli", "rand", "normal_", "uniform", "exponential", "multinomial")
+"""Parts of the names of operators that draw random numbers."""
 _MOST_OPTIMIZERS = 4
 """With more of them, following each takes long."""
 
@@ -255,7 +257,7 @@ _OF_MODEL = (FORWARD, "model")
 """A path as long as that of an outermost call."""
 
 
-class RepeatedCalls:
+class CallsApart:
     """Follows in which memory the results of modules' calls lie.
 
     What is made of ``weights`` alone is no result: of their memory, to which that of their casts is added. A pass ends
@@ -336,6 +338,64 @@ class RepeatedCalls:
 
     def _count_sizes(self, path: tuple[str, ...]) -> int:
         return max(1, len(self._sizes.get(path[-1], ())))
+
+
+class SameInputs:
+    """Finds modules that a pass calls again on what they were given before.
+
+    What is read of ``weights`` alone, what was made inside of the call, and what an operator changes, such as a batch
+    norm's statistics, is nothing that it was given. A call that draws random numbers may have another result.
+    """
+
+    def __init__(self, weights: Set[Hashable]) -> None:
+        self._weights = weights
+        self._changes: Counter[Hashable] = Counter()
+        self._given: dict[Instance, dict[Hashable, int]] = {}
+        self._made: dict[Instance, set[Hashable]] = {}
+        self._random: set[str] = set()
+        self._found: dict[tuple[str, ...], int] = {}
+
+    def opened(self, instance: Instance) -> None:
+        """A range opens: that of a module's call, if it lies in a forward pass."""
+        path = instance.path
+        if path[0] == BACKWARD:
+            self._end_pass()
+        elif path[0] == FORWARD and len(path) > 1:
+            self._given[instance], self._made[instance] = {}, set()
+
+    def did(self, innermost: Instance, work: OperatorWork) -> None:
+        """An operator ran within an instance and those around it."""
+        written = {access.buffer for access in work.writes}
+        own = written | (self._weights & {access.buffer for access in work.reads})
+        read = {(access.buffer, access.part) for access in work.reads if access.buffer not in own}
+        for instance in innermost.chain() if self._given else ():
+            if instance in self._given:
+                made = self._made[instance]
+                for buffer, part in read:
+                    if buffer not in made:
+                        self._given[instance].setdefault((buffer, part), self._changes[buffer])
+                made.update(written)
+                if any(name in work.name for name in _RANDOM):
+                    self._random.add(instance.path[-1])
+        self._changes.update(written)
+
+    def _end_pass(self) -> None:
+        calls: defaultdict[tuple[str, ...], list[dict[Hashable, int]]] = defaultdict(list)
+        for instance, given in self._given.items():
+            calls[instance.path].append(given)
+        for path, inputs in calls.items():
+            if len(inputs) > 1 and inputs[0] and all(given == inputs[0] for given in inputs):
+                self._found[path] = max(self._found.get(path, 0), len(inputs))
+        self._given.clear()
+        self._made.clear()
+
+    def describe(self) -> Iterator[RepeatedCalls]:
+        """Yield the outermost of these modules."""
+        self._end_pass()
+        for path, calls in self._found.items():
+            is_inside = any(path[:depth] in self._found for depth in range(len(_OF_MODEL), len(path)))
+            if not is_inside and path[-1] not in self._random:
+                yield RepeatedCalls(path[-1], calls)
 
 
 _HIDDEN = -1e4
