@@ -1870,6 +1870,34 @@ def test_how_much_of_rare_steps_a_line_has_is_said_unless_it_has_most(tmp_path: 
     assert found.change.startswith("preprocess_logits_for_metrics that returns classes")
 
 
+def test_values_that_a_rollout_reads_one_by_one_are_named_and_the_rollout_is_no_cause(tmp_path: Path) -> None:
+    program = equal_steps(FORWARD, wait)
+    program.write(tmp_path, [line(MS)])
+    usual = program.lengths[0]
+    rollout = {"step_ns": usual + 40 * MS, "inference_host_ns": 16 * MS}
+    steps = (*[{"step_ns": usual, "inference_host_ns": 0}] * 3, rollout) * 10
+    acting = replace(line(4 * MS, "inference", "agent", line=51), error_ns=6 * MS // 5)
+
+    def ask(*lines: LineTime) -> tuple[AdviceResult, str]:
+        write_lines(tmp_path / "lines.jsonl", split_lines(LineSteps(steps), lines))
+        opened = open_capture(tmp_path)
+        summary = summarize_capture(opened)
+        advice = find_advice(opened, summary)
+        return advice, describe_answer(summary, advice)
+
+    reads = replace(line(4 * MS, line=50), error_ns=6 * MS // 5, waits=200.0, waiting_ns=4 * MS)
+    advice, said = ask(reads, acting)
+    (found,) = advice.tries
+    assert (found.code, found.line and found.line.line) == ("waits", 50)
+    assert found.cause == "a value is read from the GPU 800 times in one step of 4"
+    assert after(found) == pytest.approx((usual + 4 * MS, usual + 6 * MS, usual + 8 * MS), rel=0.1)
+    assert "on average: a value is read" in said
+    # Each of them waits for a pass of the model.
+    advice, said = ask(replace(reads, waits=20.0), acting)
+    assert not advice.tries
+    assert " ms on average: " in said
+
+
 def test_calls_with_images_of_two_sizes_become_two(tmp_path: Path) -> None:
     program, given = separate_calls(4_000)
     one = by_code(program.write(tmp_path / "one", **given))["loop"]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import replace
 from itertools import accumulate, groupby, pairwise
 from pathlib import PurePath
 
@@ -47,6 +48,11 @@ _GATHERING = (
     *("_pad_across_processes", "pad_across_processes", "gather", "gather_object", "concatenate"),  # of Accelerate
     *("nested_concat", "nested_numpify", "torch_pad_and_concatenate", "numpy_pad_and_concatenate"),  # of Transformers
 )
+_MOST_OF_ROLLOUT = 8
+"""What calls the model without gradients in one of so few steps or fewer is no evaluation: training needs it."""
+_MANY_READS, _READ_NS = 64, 40_000
+"""So many values are read in a loop of a rare step; what takes no longer was there, and no forward pass waited for."""
+_OF_READS = 0.5
 _LEAST_SHARE = 0.01
 _COVERED = 0.5
 """A line whose time is at least by this share long pauses between CUDA calls runs Python; else it prepares kernels."""
@@ -250,6 +256,9 @@ def _rare_steps(evidence: Evidence) -> Iterator[Cause]:
         return
     every = rare.every or rare.of / rare.count
     mean_ns = evidence.now_ns + round(rare.longer_ns / every)
+    yield from _rare_reads(evidence, every, mean_ns)
+    if every <= _MOST_OF_ROLLOUT and any(line.phase == INFERENCE for line in evidence.lines_of_rare_steps):
+        return
     # What else runs in these steps, as the rest of a rollout, stays.
     saved_ns = min(round(rare.lines_ns / every), mean_ns - evidence.now_ns)
     name = rare.line.called or rare.line.function if rare.call is None else _name_call(rare.call)
@@ -283,6 +292,28 @@ def _rare_steps(evidence: Evidence) -> Iterator[Cause]:
             **({} if rare.every else {"of_steps": rare.of}),
         },
     )
+
+
+def _rare_reads(evidence: Evidence, every: float, mean_ns: int) -> Iterator[Cause]:
+    """Values that rare steps read one by one, though they were there: a loop over environments, say."""
+    for line in evidence.lines_of_rare_steps:
+        is_loop = line.waits * every >= _MANY_READS and line.waiting_ns <= _READ_NS * line.waits
+        if not line.file or not is_loop or line.waiting_ns < _MOSTLY * line.time_ns:
+            continue
+        answer = evidence.typical_instead_of(mean_ns, mean_ns - line.time_ns)
+        if answer is not None and answer.low_ns is not None and answer.high_ns is not None:
+            # Looking for lines slows these steps, and what is computed together takes a part of it.
+            reach_ns = round(_OF_READS * line.time_ns)
+            answer = replace(answer, low_ns=answer.low_ns - reach_ns, high_ns=answer.high_ns + reach_ns)
+        name = "a value" if line.called is None else f"{line.called}()"
+        yield Cause(
+            code="waits",
+            cause=f"{name} is read from the GPU {round(line.waits * every):,} times in one step of {round(every)}",
+            line=source_line(line),
+            change="compute the values together, and read them once",
+            answer=answer,
+            evidence={"waits": line.waits * every, "every": every, MEAN_STEP: mean_ns},
+        )
 
 
 def _evaluates_in_fp32(evidence: Evidence) -> bool:

@@ -52,6 +52,8 @@ _MOST = 0.5
 _SMALL_PHASE = 0.005
 _LARGE_OUTSIDE = 0.05
 """What lies outside of all phases, such as a loss, is named from this share of the step."""
+_FAR = 0.2
+"""A mean that is longer than the typical step by more than this share of it is said beside it."""
 _DECISIVE = 0.3
 """A change that saves this share of the step is the answer; what sets the pace need not be said beside it."""
 _UNTRUSTED = "No answer: the capture failed its self-check, and none of its figures can be trusted."
@@ -76,6 +78,8 @@ def describe_answer(summary: Summary, advice: AdviceResult) -> str:
         step += " as recorded (its unprofiled time is unknown)"
     late = describe_ranks(summary) if summary.compared and summary.compared.verdict.culprit else ""
     best = next(iter(advice.tries), None)
+    if best is None or best.other_step_ns is None:
+        step += _describe_mean(summary)
     if late:
         return f"{step}: {late[:1].lower()}{late[1:]}."
     if best is not None and best.other_step_ns is not None:
@@ -88,6 +92,13 @@ def describe_answer(summary: Summary, advice: AdviceResult) -> str:
     if summary.tree is not None:
         step += f": {_describe_pace(summary, summary.tree, is_brief=best is not None)}"
     return f"{step}." if best is None else f"{step}. {_describe_best(best)}"
+
+
+def _describe_mean(summary: Summary) -> str:
+    """Return the mean step, where rare steps that come regularly make it far longer than the typical one."""
+    rare, step_ns = summary.rare_steps, summary.step_ns or 0
+    more_ns = 0 if rare is None or rare.every is None else round(rare.longer_ns / rare.every)
+    return f", and {format_ns(step_ns + more_ns)} on average" if more_ns > _FAR * step_ns else ""
 
 
 def name_other_step(advice: Advice) -> str:
