@@ -14,6 +14,7 @@ from profkit.analysis.kernels.summary import summarize_kernels
 from profkit.analysis.opened import OpenedTrace
 from profkit.analysis.placing.attribution import attribute_work
 from profkit.analysis.placing.expanded_ranges import nest_compiled_launches, place_graph_nodes
+from profkit.analysis.ranks import Ranks
 from profkit.analysis.time_account import measured_ranges
 from profkit.analysis.tree import KernelFilter
 from profkit.analysis.tree.range_tree import summarize_ranges
@@ -73,7 +74,7 @@ def placed(builder: NsysBuilder, folder: Path, *graphs: CapturedGraph) -> Trace:
 
 
 def time_under(trace: Trace, name: str | None = None) -> int:
-    return summarize_kernels(attribute_work(trace), KernelFilter(name)).kernel_time_ns
+    return summarize_kernels(attribute_work(trace), KernelFilter(name), Ranks()).kernel_time_ns
 
 
 def tree(trace: Trace) -> dict[str, tuple[int, int]]:
@@ -205,7 +206,7 @@ def test_nodes_that_ran_one_after_the_other_are_known_without_their_numbers(tmp_
 def test_no_python_ran_in_the_ranges_of_a_replay(tmp_path: Path) -> None:
     builder = two_steps()
     builder.range("optimizer", 7000, 7500)
-    opened = OpenedTrace(placed(builder, tmp_path, GRAPH))
+    opened = OpenedTrace(placed(builder, tmp_path, GRAPH), ranks=Ranks())
     python_ns = {row.path: row.wall_ns for row in opened.ranges(numbered=False).ranges}
     assert python_ns == {
         "step *": 18_000,

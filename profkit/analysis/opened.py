@@ -50,11 +50,11 @@ class OpenedTrace:
         thread_only: bool = False,
         run: Run | None = None,
         known: KnownRun = UNKNOWN_RUN,
-        ranks: Ranks | None = None,
+        ranks: Ranks,
     ) -> None:
         self.recorded = trace
         """The trace as it was read. Rows are numbered by `trace`, which may have more ranges."""
-        self.ranks = ranks or Ranks()
+        self.ranks = ranks
         self.rank: int | None = None
         """The one rank that the trace is limited to, if it is."""
         self._thread_only = thread_only

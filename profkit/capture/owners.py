@@ -192,8 +192,8 @@ class OwnerLedger:
     def close(self) -> None:
         self._file.close()
 
-    def begin_step(self, number: int | None) -> None:
-        """Entries from now on carry this step's number (None: warm-up)."""
+    def begin_step(self, number: int) -> None:
+        """Entries from now on carry this step's number."""
         self._step = number
 
     def note_step(self, name: str, start_us: int) -> None:

@@ -94,9 +94,9 @@ def format_exactly(value: int) -> str:
     return f"{format_bytes(value)} ({value:,} B)" if value >= 1024 else f"{value} B"
 
 
-def format_after(time_us: int | None, start_us: int | None) -> str:
+def format_after(time_us: int | None, start_us: int) -> str:
     """Return a moment as the time since the first event: ``3.822 s``; a dash where there are no times."""
-    if time_us is None or start_us is None:
+    if time_us is None:
         return "—"
     passed = time_us - start_us
     return f"{passed / 1e6:.3f} s" if passed >= 1_000_000 else f"{passed / 1e3:.3f} ms"

@@ -141,8 +141,8 @@ class KernelsResult(NotebookResult, rows="kernels", row_type=KernelRow):
 
 def summarize_kernels(
     attribution: Attribution,
-    wanted: KernelFilter | None = None,
-    ranks: Ranks | None = None,
+    wanted: KernelFilter,
+    ranks: Ranks,
     *,
     by: Grouping = "kernel",
     per_instance: bool = False,
@@ -152,7 +152,6 @@ def summarize_kernels(
 
     With ``compiled_code``, what the run knows of it by the graphs' ids, it also says where its kernels come from.
     """
-    wanted, ranks = wanted or KernelFilter(), ranks or Ranks()
     trace = attribution.trace
     if not len(trace.work):
         raise TraceError(explain_no_work(trace))

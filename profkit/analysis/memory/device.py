@@ -201,11 +201,11 @@ class Fragmentation:
     """Allocated beyond what was requested: rounding, and rests too small to split off. Shown as lost to rounding."""
 
 
-def compose(memory: DeviceMemory, what: str, moment: int, wanted: Filter | None) -> Composition:
+def compose(memory: DeviceMemory, what: str, moment: int, wanted: Filter) -> Composition:
     """Return what was allocated at a moment on the curves; ``what`` is the moment as the user named it."""
     curves, replay = memory.history.curves, memory.history.replay
     live = memory.live_rows(moment)
-    rows = list(compress(live, memory.selects(live, wanted or Filter())))
+    rows = list(compress(live, memory.selects(live, wanted)))
     total = int(curves.allocated[moment])
     rest_bytes, rest_count = total - int(replay.size_bytes[rows].sum()), len(live) - len(rows)
     rest_share = _share(rest_bytes, total)

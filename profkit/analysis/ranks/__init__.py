@@ -57,7 +57,7 @@ def explain_no_rank(number: int, there: tuple[int, ...]) -> str:
     return f"no rank {number}: this trace holds rank{'s' if len(there) > 1 else ''} {', '.join(map(str, there))}"
 
 
-def find_ranks(trace: Trace, known: Mapping[int, int] | None) -> Ranks:
+def find_ranks(trace: Trace, known: Mapping[int, int]) -> Ranks:
     """Return the ranks of a trace by the best evidence there is.
 
     First what profkit itself wrote down while it ran them (``known``: pid → rank), then what the trace says of itself
@@ -66,7 +66,6 @@ def find_ranks(trace: Trace, known: Mapping[int, int] | None) -> Ranks:
     kernels, as launchers number them; where two share a GPU's number, in the order of their process ids. Names of
     processes are no evidence.
     """
-    known = known or {}
     proved = [(known[pid], process) for process, pid in trace.process_ids.items() if pid in known]
     if proved and _is_one_to_one(proved):
         return Ranks(tuple(sorted(proved)), PROVED)

@@ -234,18 +234,15 @@ def find_fitting(
                 return rung, True
             if found is None and perhaps is None:
                 perhaps = rung
-    return perhaps or _least_reserved(program, tried, edited), False
+    return perhaps or _least_reserved(tried, edited), False
 
 
-def _least_reserved(program: Program, tried: list[tuple[int, Rung]], edited: _Known) -> Rung:
+def _least_reserved(tried: list[tuple[int, Rung]], edited: _Known) -> Rung:
     least, least_bytes = tried[0][1], 2**62
     for requested, rung in sorted(tried, key=itemgetter(0)):
         if requested >= least_bytes:
             break
-        after = _edited(program, rung.edits, edited)
-        if after is None:
-            continue
-        simulation = simulate(after.with_fatal(), rung.settings)
+        simulation = simulate(edited[rung.edits].with_fatal(), rung.settings)
         if simulation.failed is None and simulation.reserved_peak_bytes < least_bytes:
             least, least_bytes = rung, simulation.reserved_peak_bytes
     return least

@@ -191,10 +191,8 @@ def describe_effects(advice: Advice) -> Iterator[str]:
         yield f"memory −{format_bytes(advice.saves_bytes.expected)}"
 
 
-def describe_interval(after: Interval | None) -> str:
+def describe_interval(after: Interval) -> str:
     """Return a predicted time with its least and most, as exactly as they are apart: ``93 ms (90 to 97)``."""
-    if after is None:
-        return "unknown"
     expected, unit = format_ns(after.expected).split()
     divisor = NS_IN[unit]
     width = (after.high - after.low) / divisor

@@ -318,19 +318,19 @@ def _build_module_parts(at: Composition, title: str, top: int | None) -> list[Ta
     return [table, Lines(_module_notes(at, shown, len(rows) - len(shown)))]
 
 
-def _exact_parts(at: Composition, by: str | None) -> Table:
+def _exact_parts(at: Composition, by: str) -> Table:
     rows = at.by_module if by == "module" else at.by_phase
     categories = list(dict.fromkeys(name for row in rows for name in row.categories))
     sizes = ("bytes", "own_bytes", "share", "count") if by == "module" else ("bytes", "share", "count")
     exact: list[Row] = [
         {
-            str(by): "/".join(row.path),
+            by: "/".join(row.path),
             **{key: getattr(row, key) for key in sizes},
             **{name: row.categories.get(name, 0) for name in categories},
         }
         for row in rows
     ]
-    return Table((), exact, exact=(str(by), *sizes, *categories))
+    return Table((), exact, exact=(by, *sizes, *categories))
 
 
 def _cross_table(name: Column, shown: Sequence[PartRow], top: Iterable[PartRow], title: str) -> Table:

@@ -181,7 +181,6 @@ def build_memory(memory: DeviceMemory, result: MemoryResult, wanted: Filter | No
         "picture": _picture(bins),
         "at": result.composition.what,
         "peak": format_bytes(int(bins.allocated[bins.peak])),
-        "peak_bytes": int(bins.allocated[bins.peak]),
         "tables": {
             "module": modules,
             "line": view_table(_table_by(result, "stack")),
@@ -302,7 +301,6 @@ def _picture(bins: Bins) -> dict[str, Any]:
                     "name": category.name,
                     "colour": colours.MEMORY[category.name],
                     "path": f"{upper}L{lower[1:]}Z",
-                    "at_peak": int(category.bytes[bins.peak]),
                     "shown": format_bytes(int(category.bytes[bins.peak])),
                 }
             )
