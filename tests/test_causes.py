@@ -761,6 +761,13 @@ IN_MODEL = equal_steps(
     within("forward", python(4 * MS), launch(NVJET, MS)), within("backward", launch(NVJET, MS)), wait
 )
 LATE = equal_steps(python(4 * MS), FORWARD)
+CALLS_MODEL = {
+    "lines": [
+        line(MS),
+        replace(line(4 * MS, "forward", "model"), is_caller=True),
+        line(MS // 10, "backward", "loss.backward", line=31),
+    ]
+}
 MOSTLY_HIDDEN = equal_steps(python(6 * MS), within("forward", launch(NVJET, 5 * MS)))
 MADE_ON_CPU = equal_steps(python(4 * MS), copy(2 * MS), FORWARD)
 LONG = within("forward", launch(NVJET, 100_000, 100))
@@ -880,6 +887,8 @@ NEARLY: list[Case] = [
     # Each call has work enough for the GPU, or needs the one before it.
     ("loop", *separate_calls(100_000)),
     ("loop", *separate_calls(4_000, is_independent=False)),
+    # What is outside of the phases in the line that calls the model goes with all of its launches.
+    ("python", equal_steps(python(MS), within("forward", python(4 * MS), launch(NVJET, MS)), wait), CALLS_MODEL),
     ("repeated-call", *calls_trunk_again(1)),
     ("dense-gradients", *table(600)),
     ("dense-gradients", *table(10, is_unread=True)),
@@ -1032,6 +1041,11 @@ NAMED: dict[str, Case] = {
         {"lines": [line(4 * MS, "forward", "draw", function="call")]},
     ),
     "a line outside of the phases": ("python", LATE, {"lines": [*BATCH["lines"], line(MS // 100, line=31)]}),
+    "a line that is quick in one of three steps": (
+        "python",
+        Program([python(6 * MS), FORWARD], [python(MS), FORWARD], [python(6 * MS), FORWARD]),
+        {"lines": [line(6 * MS)]},
+    ),
     "a line that the GPU's work mostly hides": ("python", MOSTLY_HIDDEN, {"lines": [line(6 * MS)]}),
     "a tensor made on the CPU": ("made-on-cpu", MADE_ON_CPU, {"lines": [line(4 * MS, called="torch.randn")]}),
     "a tensor of Python's numbers, whose move waits": ("python", made_in_python(), python_numbers("torch.tensor")),

@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate, groupby, pairwise
 from pathlib import PurePath
+from statistics import median
 
 from profkit.analysis.causes.calls import unread_graphs
 from profkit.analysis.causes.changes import (
@@ -194,12 +195,12 @@ def _is_plain(evidence: Evidence) -> Callable[[LineTime], bool]:
     known = (*evidence.lines, *evidence.facts.callers)
     training = [line for line in known if line.phase in (BACKWARD, OPTIMIZER)]
     trainers, loops = {line.place for line in training}, {(line.file, line.function) for line in training}
+    # In the function that trains, what lies in a forward pass is the call of the model: all of a library's Python.
+    models = {line.place for line in known if line.phase == FORWARD and (line.file, line.function) in loops}
 
     def is_plain(line: LineTime) -> bool:
-        # In the function that trains, what lies in a forward pass is the call of the model: all of a library's Python.
-        is_models = line.phase == FORWARD and (line.file, line.function) in loops
-        is_own = line.thread == "main" and line.phase != DATA and line.place not in trainers
-        return is_own and not is_models and not _launches(line) and not (line.is_move and moves_pageable)
+        is_own = line.thread == "main" and line.phase != DATA and line.place not in trainers | models
+        return is_own and not _launches(line) and not (line.is_move and moves_pageable)
 
     return is_plain
 
@@ -217,11 +218,12 @@ def _find_call(
 
 
 def _pauses(evidence: Evidence) -> dict[str, int]:
-    """Return phase → how long Python ran in pauses of over `LONGEST_PAUSE_NS`: the least of the recorded steps."""
+    """Return phase → how long Python ran in pauses of over `LONGEST_PAUSE_NS` in most recorded steps, if in all."""
     steps = () if evidence.replay is None else evidence.replay.steps
     of_steps = [_pauses_of(evidence, step) for step in steps]
     phases = set().union(*of_steps)
-    return {phase: min(pauses.get(phase, 0) for pauses in of_steps) for phase in phases}
+    in_all = [phase for phase in phases if all(pauses.get(phase) for pauses in of_steps)]
+    return {phase: round(median(pauses[phase] for pauses in of_steps)) for phase in in_all}
 
 
 def _pauses_of(evidence: Evidence, step: ReplayedStep) -> dict[str, int]:
