@@ -1871,6 +1871,11 @@ def test_how_much_of_rare_steps_a_line_has_is_said_unless_it_has_most(tmp_path: 
     assert advise(evaluating).change.endswith("or under the autocast that training has")
     loading = replace(line(4 * MS, "data", "DataLoader.__iter__", line=50), error_ns=2 * MS)
     assert advise(loading).change.endswith("or give its DataLoader workers that stay: persistent_workers=True")
+    manifest["processes"] = [{"pid": 7, "loading": {"workers": 4, "keeps_workers": True}}]
+    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
+    assert advise(loading).change.endswith(
+        "or let its sampler begin anew by itself: each epoch's first batch is waited for"
+    )
     # What a trainer does in rare steps is no line of the user's own.
     fit = line(4 * MS, called="trainer.fit")
     found = advise(replace(fit, error_ns=2 * MS), replace(fit, phase="backward"))

@@ -182,6 +182,16 @@ def test_the_queue_of_a_loader_in_use_is_known(monkeypatch: pytest.MonkeyPatch) 
     assert count_batches(DataLoader(Numbers(), num_workers=1, persistent_workers=True)) == 0
 
 
+def test_workers_stay_if_those_of_all_loaders_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    for owner, name in ((torchs.DataLoader, "__iter__"), (torchs._BaseDataLoaderIter, "__next__")):
+        monkeypatch.setattr(owner, name, getattr(owner, name))
+    loading = DataLoading(lambda: None, lambda: None)
+    loading.install()
+    for workers, stay, keeps in ((0, False, False), (1, True, True), (1, False, False)):
+        list(DataLoader(Numbers(), batch_size=4, num_workers=workers, persistent_workers=stay))
+        assert loading.keeps_workers is keeps
+
+
 def test_batches_that_came_before_their_turn_and_those_to_be_pinned_are_ready_too() -> None:
     """Of 4 batches one is held back, one lies in the workers' queue, one is pinned; the last is on its way."""
     came, pinned = SimpleNamespace(qsize=lambda: 1), SimpleNamespace(qsize=lambda: 1)

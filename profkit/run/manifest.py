@@ -220,7 +220,7 @@ class Loading:
 
     A loader of ``epoch_batches`` batches starts its workers anew for each epoch; the program last waited
     ``epoch_start_ns`` for the former ones' end, for these, and for the first batch. Both are 0 where workers stay, or
-    batches cannot be counted.
+    batches cannot be counted. ``keeps_workers``: those of all loaders stay from one epoch to the next.
     """
 
     workers: int = 0
@@ -232,6 +232,7 @@ class Loading:
     first_step: int = 0
     epoch_batches: int = 0
     epoch_start_ns: int = 0
+    keeps_workers: bool = False
 
     @property
     def burst_steps(self) -> int:

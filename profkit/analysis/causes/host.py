@@ -269,6 +269,8 @@ def _rare_steps(evidence: Evidence) -> Iterator[Cause]:
         how = "under the autocast that training has"
     if rare.line.phase == DATA:
         how = "give its DataLoader workers that stay: persistent_workers=True"
+        if evidence.manifest.loading is not None and evidence.manifest.loading.keeps_workers:
+            how = "let its sampler begin anew by itself: each epoch's first batch is waited for"
     change = f"do it less often, or {how}"
     what = f"for {name}"
     # What a trainer's line does in rare steps is no part of the usual ones, whose lines are the evidence's.

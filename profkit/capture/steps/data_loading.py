@@ -71,7 +71,8 @@ class DataLoading:
     """Calls ``begins`` and ``ends`` around each wait for a data loader, on the thread that waits.
 
     A loader that reads from another one, in the same process, waits within its own wait: both are reported.
-    ``epoch`` is the last one of the longest loader that starts workers for each.
+    ``epoch`` is the last one of the longest loader that starts workers for each. ``keeps_workers``: those of all
+    loaders with workers stay from one epoch to the next.
     """
 
     def __init__(self, begins: Callable[[], None], ends: Callable[[], None]) -> None:
@@ -81,6 +82,7 @@ class DataLoading:
         self._starting: WeakKeyDictionary[Any, Epoch] = WeakKeyDictionary()
         self._ended_ns = 0
         self.epoch = Epoch()
+        self._kept: set[bool] = set()
         self._taken = 0
         self._taken_per_step: list[int] = []
         self._queues: list[Queue] = []
@@ -98,6 +100,10 @@ class DataLoading:
         """Something else counts as a step from now on."""
         self._taken_per_step.clear()
         self._queues.clear()
+
+    @property
+    def keeps_workers(self) -> bool:
+        return self._kept == {True}
 
     @property
     def batches_per_step(self) -> float:
@@ -153,6 +159,7 @@ class DataLoading:
                 elif getattr(loader, "_num_workers", 0) > 0:
                     self._taken += 1
                     self._iterators[loader] = None
+                    self._kept.add(bool(getattr(loader, "_persistent_workers", False)))
                     self._first_came(self._starting.pop(loader, Epoch()), waited_ns)
             return result
 
@@ -261,6 +268,7 @@ class QueueDrain:
                 first_step=number + drained,
                 epoch_batches=self._loading.epoch.batches,
                 epoch_start_ns=self._loading.epoch.start_ns,
+                keeps_workers=self._loading.keeps_workers,
             )
         return drained + more
 
