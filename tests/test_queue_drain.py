@@ -231,7 +231,7 @@ class Filled:
     """Stands for the data loaders: a queue that is empty at the first look and full at the next."""
 
     batches_per_step = 1.0
-    falls_behind = keeps_full = False
+    falls_behind = keeps_full = keeps_workers = False
     epoch = Epoch()
 
     def __init__(self, capacity: int = 4, workers: int = 2) -> None:

@@ -259,7 +259,8 @@ def _rare_steps(evidence: Evidence) -> Iterator[Cause]:
     every = rare.every or rare.of / rare.count
     mean_ns = evidence.now_ns + round(rare.longer_ns / every)
     yield from _rare_reads(evidence, every, mean_ns)
-    if every <= _MOST_OF_ROLLOUT and any(line.phase == INFERENCE for line in evidence.lines_of_rare_steps):
+    is_often = rare.every is not None and rare.every <= _MOST_OF_ROLLOUT
+    if is_often and any(line.phase == INFERENCE for line in evidence.lines_of_rare_steps):
         return
     # What else runs in these steps, as the rest of a rollout, stays.
     saved_ns = min(round(rare.lines_ns / every), mean_ns - evidence.now_ns)
