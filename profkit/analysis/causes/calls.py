@@ -128,11 +128,13 @@ def _repeated_calls(evidence: Evidence) -> Iterator[Cause]:
         return
     durations = step.columns.duration_ns
     for repeated in evidence.work.repeated_calls:
+        if kind_of(repeated.module) != repeated.module:  # the calls of several are not told apart
+            continue
 
         def choose(step: ReplayedStep, repeated: RepeatedCalls = repeated) -> list[int]:
             chosen = []
             for phase in (FORWARD, BACKWARD):
-                calls = evidence.operations_in(step, evidence.module_ranges.get((phase, kind_of(repeated.module)), ()))
+                calls = evidence.operations_in(step, evidence.module_ranges.get((phase, repeated.module), ()))
                 chosen += [row for at, rows in enumerate(calls) if at % repeated.calls for row in rows]
             return chosen
 
@@ -142,7 +144,7 @@ def _repeated_calls(evidence: Evidence) -> Iterator[Cause]:
                 code="repeated-call",
                 cause=f"{repeated.module} is called {repeated.calls} times a pass on the same input",
                 line=_find_calling_line(evidence, repeated.module) or _find_calling_models(evidence),
-                module=kind_of(repeated.module),
+                module=repeated.module,
                 change="call it once, and use what it returns for all of them",
                 changes=[remove_operations(choose, NOTHING, "that all of its calls' results are the same")],
                 evidence={"calls": repeated.calls, "time_ns": sum(durations[row] for row in rows)},
