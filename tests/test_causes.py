@@ -1889,6 +1889,22 @@ def test_how_much_of_rare_steps_a_line_has_is_said_unless_it_has_most(tmp_path: 
     assert found.change.startswith("preprocess_logits_for_metrics that returns classes")
 
 
+def test_steps_that_become_shorter_say_that_the_timed_ones_were_warming_up(tmp_path: Path) -> None:
+    program = equal_steps(FORWARD, wait)
+    program.write(tmp_path, [line(MS)])
+    usual = program.lengths[0]
+
+    def warnings(*later: int) -> list[str]:
+        steps = tuple({"step_ns": time_ns} for time_ns in (usual, *later))
+        write_lines(tmp_path / "lines.jsonl", split_lines(LineSteps(steps), [line(MS)]))
+        return [finding.message for finding in summarize_capture(open_capture(tmp_path)).findings]
+
+    (said,) = warnings(*[usual // 2] * 10)
+    assert said.startswith("the steps become shorter: the last 10 that were seen took 1.02 ms, ")
+    assert not warnings(*[usual // 2] * 9, usual)
+    assert not warnings(*[usual // 2] * 9)
+
+
 def test_values_that_a_rollout_reads_one_by_one_are_named_and_the_rollout_is_no_cause(tmp_path: Path) -> None:
     program = equal_steps(FORWARD, wait)
     program.write(tmp_path, [line(MS)])

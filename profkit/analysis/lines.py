@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import compress, pairwise
 from operator import not_
@@ -25,7 +25,7 @@ from profkit.analysis.time_account.step_times import (
     samples_on_host,
     settle_waits,
 )
-from profkit.errors import RunError
+from profkit.errors import Finding, RunError
 from profkit.names import DATA, INFERENCE, STEP
 from profkit.run.directory import Run
 from profkit.run.lines import FEWEST_SAMPLES, NEAR, CallTree, LineTime, RunLines, calls_backward, lines_of_trainers
@@ -207,6 +207,8 @@ _HELD_NS = 10_000_000
 """The thread that samples each millisecond waits so long only where another one keeps Python's lock."""
 _STRAY = 1
 """One sample in another step may be of a pause."""
+_LAST, _SHORTER = 10, 0.7
+"""So many steps in a row take no more than this share of the timed ones where these were still warming up."""
 
 
 @dataclass(frozen=True)
@@ -324,6 +326,21 @@ def find_rare_steps_of(run: Run) -> RareSteps | None:
     """Return the rare steps of a run's first rank, of the timed ones, too; None of a run without lines."""
     found, timed = run.lines(), run.manifest.unprofiled
     return None if found is None else find_rare_steps(found, () if timed is None else timed.steps)
+
+
+def find_shorter_steps(found: RunLines, timed_ns: float) -> Iterator[Finding]:
+    """The last steps that were looked at are all far shorter than the timed ones: these were still warming up.
+
+    ``timed_ns`` is one of those without its waits for data.
+    """
+    times, _ = _split_waits(found.steps.steps)
+    last = times[-_LAST:]
+    if len(times) > _LAST and max(last) < _SHORTER * timed_ns:
+        yield Finding(
+            "steps-become-shorter",
+            f"the steps become shorter: the last {_LAST} that were seen took {median(last) / 1e6:.3g} ms, waits for"
+            f" data aside, and those that were timed {timed_ns / 1e6:.3g}; time later ones (`profkit run --warmup 60`)",
+        )
 
 
 def _holds_lock(line: LineTime, steps: int) -> bool:

@@ -10,7 +10,7 @@ import numpy as np
 from profkit.analysis.efficiency.summary import EfficiencyResult
 from profkit.analysis.kernels import categorize
 from profkit.analysis.kernels.compiled_code import find_compilations, read_run_compilations
-from profkit.analysis.lines import choose_lines, find_lines, find_rare_steps_of
+from profkit.analysis.lines import choose_lines, find_lines, find_rare_steps_of, find_shorter_steps
 from profkit.analysis.memory import find_capacity
 from profkit.analysis.memory.opened_snapshot import MemoryResult, OpenedSnapshot
 from profkit.analysis.memory.places import fold
@@ -75,6 +75,8 @@ def summarize_capture(capture: OpenedCapture) -> Summary:
     if capture.run is not None and found is not None:
         lines = choose_lines(find_lines(capture.run))
         summary = replace(summary, lines=lines, rare_steps=find_rare_steps_of(capture.run))
+        timed_ns = [use.unprofiled_ns - (use.data_wait_ns or 0) for use in summary.steps if use.unprofiled_ns]
+        findings += find_shorter_steps(found, min(timed_ns, default=0))
     summary = replace(
         summary,
         compilations=read_run_compilations(capture.run),
