@@ -403,3 +403,23 @@ def test_lines_of_the_scripts_own_profiler_are_printed_as_without_profkit(tmp_pa
     assert _recorded_steps(tmp_path) == 3, "recorded before the script's profiler began"
     printed = [[line for line in one.stderr.splitlines() if ".cpp:" in line] for one in (plain, done)]
     assert len(printed[1]) == len(printed[0])
+
+
+def test_what_a_thread_recorded_that_has_ended_is_refused_whatever_its_number(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another thread may have the number of one that has ended: it holds nothing that could be exported."""
+    recording = recorded_by_kineto(tmp_path / "trace.json.gz", torch.device("cpu"))
+    numbers = []
+
+    def begin() -> None:
+        numbers.append(threading.get_ident())
+        recording.__enter__()
+
+    thread = threading.Thread(target=begin)
+    thread.start()
+    thread.join()
+    monkeypatch.setattr("profkit.capture.recorder.threading.get_ident", lambda: numbers[0])
+    with pytest.raises(OSError, match="the thread that made the steps ended"):
+        recording.__exit__(None, None, None)
+    assert not (tmp_path / "trace.json.gz").exists()

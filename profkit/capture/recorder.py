@@ -122,27 +122,70 @@ def recorded_by_kineto(
         profiler.start_trace()
     # Otherwise stopping it makes an object of Python's of each event, for a second or more; nobody asks for these.
     profiler.profiler.acc_events = False
-    process, thread = os.getpid(), threading.get_ident()
+    thread, ending = threading.get_ident(), _Ending(profiler, log)
+    if not _is_of_all_threads(device, log):
+        _of_thread.end = _End(ending.stop_with_thread)
     _have_forks_end_without_cpp()
     if log is not None:
         log.read_clock()
     try:
         yield
     finally:
-        if os.getpid() == process:  # a fork of the program drops its copy of this
-            if log is not None:
-                log.read_clock()
-            else:
-                _wait_for_gloo()
-            with _kineto_silent(), _detached_afterwards(log):
-                profiler.stop()
-    if threading.get_ident() != thread and not _is_of_all_threads(device, log):
+        is_elsewhere = threading.get_ident() != thread and not _is_of_all_threads(device, log)
+        # Another thread may have the number of one that has ended.
+        is_gone = is_elsewhere or ending.has_lost_thread
+        ending.stop()
+        _of_thread.__dict__.pop("end", None)
+    if is_gone:
         raise OSError(errno.ESRCH, _THREAD_ENDED)  # to export what it does not hold would end the program
     _export(profiler, path)
     if log is None:
         finish_trace(path)
     else:
         write_range_log(log_beside(path), log.content())
+
+
+_of_thread = threading.local()
+"""What is in it goes when its thread ends, on that thread."""
+
+
+class _Ending:
+    """Stops torch.profiler, once: at the latest when the thread that started it ends.
+
+    On another thread torch finds nothing to stop, and frees what that thread's end has freed, or is about to: of some
+    hundred programs one ended with SIGSEGV.
+    """
+
+    def __init__(self, profiler: profile, log: LiveLog | None) -> None:
+        self._profiler: profile | None = profiler
+        self._log, self._process = log, os.getpid()
+        self.has_lost_thread = False
+        """Whether the thread has ended."""
+
+    def stop_with_thread(self) -> None:
+        self.has_lost_thread = self._profiler is not None
+        self.stop()
+
+    def stop(self) -> None:
+        profiler, self._profiler = self._profiler, None
+        if profiler is None or os.getpid() != self._process:  # a fork of the program drops its copy of this
+            return
+        if self._log is not None:
+            self._log.read_clock()
+        else:
+            _wait_for_gloo()
+        with _kineto_silent(), _detached_afterwards(self._log):
+            profiler.stop()
+
+
+class _End:
+    """Does what is to be done when the only reference to it goes."""
+
+    def __init__(self, do: Callable[[], None]) -> None:
+        self._do = do
+
+    def __del__(self) -> None:
+        self._do()
 
 
 _GLOO = "pt_gloo_runloop"

@@ -158,7 +158,7 @@ def _find_calling_models(evidence: Evidence) -> SourceLine | None:
     own = [line for line in lines if line.phase == FORWARD and line.file and (line.file, line.function) in loops]
     # Further out, the calls of the loop itself hold them all.
     names = {function.rpartition(".")[2] for _, function in loops}
-    inner = [line for line in own if line.method not in names]
+    inner = [line for line in own if line.method not in names and line.place not in evidence.trainer_lines]
     line = max(inner, key=lambda line: line.time_ns, default=None)
     return None if line is None else source_line(line)
 
