@@ -235,6 +235,16 @@ class RareSteps:
         return f"one step in {self.every} takes" if self.every else f"{self.count} of {self.of} steps took"
 
     @property
+    def one_in(self) -> float:
+        """Of how many steps one is rare: as they come, else of those that were seen."""
+        return self.every or self.of / self.count
+
+    @property
+    def mean_longer_ns(self) -> int:
+        """By how much they make the mean step longer than the typical one."""
+        return round(self.longer_ns / self.one_in)
+
+    @property
     def is_explained(self) -> bool:
         """Whether the line has most of what makes these steps longer; else only ``lines_ns`` of it are its own."""
         return self.lines_ns >= _MOST_OF_LONGEST * self.longer_ns

@@ -268,18 +268,14 @@ def _time_function(evidence: Evidence, line: LineTime) -> tuple[int, str]:
 
     A function that makes the whole sample is no part of it; there the lines count that call the same.
     """
-    function, called = line.outer_function, _last_name(line.called)
+    function = line.outer_function
     own = [one for one in evidence.lines if one.thread == line.thread and one.file == line.file]
     own = [line] if line.is_caller else [one for one in own if one.outer_function == function]
     if function.rpartition(".")[2] in _MAKING_SAMPLES:
-        own = [one for one in own if one is line or (called and _last_name(one.called) == called)]
+        own = [one for one in own if one is line or (line.method and one.method == line.method)]
     elif len(own) > 1:
         return sum(one.time_ns for one in own), f"what {function} does"
     return sum(one.time_ns for one in own), line.called or "it"
-
-
-def _last_name(called: str | None) -> str:
-    return (called or "").rpartition(".")[2]
 
 
 def _padding(evidence: Evidence) -> Iterator[Cause]:

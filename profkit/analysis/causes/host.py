@@ -256,8 +256,7 @@ def _rare_steps(evidence: Evidence) -> Iterator[Cause]:
     rare = evidence.summary.rare_steps
     if rare is None or rare.line is None or not evidence.now_ns:
         return
-    every = rare.every or rare.of / rare.count
-    mean_ns = evidence.now_ns + round(rare.longer_ns / every)
+    every, mean_ns = rare.one_in, evidence.now_ns + rare.mean_longer_ns
     yield from _rare_reads(evidence, every, mean_ns)
     is_often = rare.every is not None and rare.every <= _MOST_OF_ROLLOUT
     if is_often and any(line.phase == INFERENCE for line in evidence.lines_of_rare_steps):

@@ -257,6 +257,11 @@ _OF_MODEL = (FORWARD, "model")
 """A path as long as that of an outermost call."""
 
 
+def _is_within(path: tuple[str, ...], others: Collection[tuple[str, ...]]) -> bool:
+    """Return whether a module's call lies in that of one of some others."""
+    return any(path[:depth] in others for depth in range(len(_OF_MODEL), len(path)))
+
+
 class CallsApart:
     """Follows in which memory the results of modules' calls lie.
 
@@ -329,7 +334,7 @@ class CallsApart:
         kinds: dict[str, int] = {}
         sizes: dict[str, int] = {}
         for path in wanted:
-            if not any(path[:depth] in wanted for depth in range(len(_OF_MODEL), len(path))):
+            if not _is_within(path, wanted):
                 kind = kind_of(path[-1])
                 kinds[kind] = max(kinds.get(kind, 0), self._found[path])
                 sizes[kind] = max(sizes.get(kind, 1), self._count_sizes(path))
@@ -393,8 +398,7 @@ class SameInputs:
         """Yield the outermost of these modules."""
         self._end_pass()
         for path, calls in self._found.items():
-            is_inside = any(path[:depth] in self._found for depth in range(len(_OF_MODEL), len(path)))
-            if not is_inside and path[-1] not in self._random:
+            if not _is_within(path, self._found) and path[-1] not in self._random:
                 yield RepeatedCalls(path[-1], calls)
 
 

@@ -97,7 +97,7 @@ def describe_answer(summary: Summary, advice: AdviceResult) -> str:
 def _describe_mean(summary: Summary) -> str:
     """Return the mean step, where rare steps that come regularly make it far longer than the typical one."""
     rare, step_ns = summary.rare_steps, summary.step_ns or 0
-    more_ns = 0 if rare is None or rare.every is None else round(rare.longer_ns / rare.every)
+    more_ns = 0 if rare is None or rare.every is None else rare.mean_longer_ns
     return f", and {format_ns(step_ns + more_ns)} on average" if more_ns > _FAR * step_ns else ""
 
 
