@@ -16,6 +16,7 @@ import pytest
 
 from profkit.errors import ToolError
 from profkit.launch import processes
+from profkit.launch.family import Family
 from profkit.launch.processes import run_child, run_tool
 from tests.launched import LAUNCHER, NEEDS_PROC, is_alive, start_launcher, wait_until
 
@@ -200,6 +201,17 @@ def test_the_children_of_a_killed_tool_are_ended(tmp_path: Path) -> None:
     said = "was killed (SIGKILL): its child processes were ended, and the capture is lost; its output is in"
     assert str(error.value) == f"{sys.executable} {said} {tmp_path / 'log'}"
     assert not is_alive(int(pids.read_text()))
+
+
+def test_parents_are_asked_to_end_before_what_they_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A loader's worker that ends first is a failure to the script, which then goes on as after one."""
+    sent: list[int] = []
+    there = [{12345, 12346, 12360}, set[int]()]
+    monkeypatch.setattr(Family, "members", lambda _: there.pop(0))
+    monkeypatch.setattr("profkit.launch.family.os.kill", lambda process, _: sent.append(process))
+    Family("mark", 12345).end()
+    assert sent == [12345, 12346, 12360]
+    assert list({12345, 12346, 12360}) != sent, "the order of a set is another one"
 
 
 def test_a_child_is_ended_that_was_only_being_started(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -91,7 +91,9 @@ class Family:
             while time.monotonic() < deadline:
                 look()
                 members = self.members()
-                _send(members - asked, number)  # once: a script's own handler must not run again and again
+                # Once: a script's own handler must not run again and again. Parents, which are older, come first: one
+                # that sees its loader's worker end takes that for a failure, and goes on as after one.
+                _send(sorted(members - asked), number)
                 asked |= members
                 if not members:
                     looks -= 1
