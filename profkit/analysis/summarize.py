@@ -43,8 +43,8 @@ from profkit.analysis.tree import split_path
 from profkit.analysis.tree.modules import ModuleTime, find_costliest, time_kernels_by_module, time_modules
 from profkit.errors import Finding, ProfkitError
 from profkit.names import BACKWARD, DATA, FORWARD, OPTIMIZER, RECOMPUTE, STEP, phase_of
-from profkit.run.manifest import Compiled, Manifest, find_condition
-from profkit.run.recording import COMMAND_WARMUP
+from profkit.run.manifest import Compiled, Manifest, Process, find_condition
+from profkit.run.recording import COMMAND_WARMUP, describe_step
 from profkit.trace.columns import Bools, Ints, distinct_values, empty_ints
 
 _MUCH = 0.05
@@ -98,6 +98,12 @@ def summarize_capture(capture: OpenedCapture) -> Summary:
     return replace(summary, tree=tree)
 
 
+def _describe_iteration(process: Process | None) -> str | None:
+    if process is None or process.step is None or process.step_times == 1:
+        return None
+    return describe_step(process.step, process.step_names, process.step_times)
+
+
 def _missing(capture: OpenedCapture) -> Iterator[str]:
     if capture.run is None or capture.trace is None or not len(capture.trace.account.steps):
         return
@@ -149,6 +155,7 @@ def _head(capture: OpenedCapture, manifest: Manifest) -> Head:
         steps = each.pop() if len(each) == 1 else None
     return Head(
         command=manifest.argv or ((manifest.target,) if manifest.target else ()),
+        iteration=_describe_iteration(process),
         gpu=manifest.gpu or (gpus[0] if len(gpus) == 1 else None) or (None if process is None else process.gpu),
         gpu_count=len(distinct_values(trace.work.device)) if trace is not None and on_gpu else 0,
         rank_count=0 if capture.trace is None else len(capture.trace.ranks.members),

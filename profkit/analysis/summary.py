@@ -176,7 +176,7 @@ class Head:
 
     ``steps`` are the measured ones of each process; ``drained_steps`` before them were recorded and left out, for a
     data loader's queue was full. ``is_compiled`` says whether compiled code ran, None if unknown. ``ending`` is how a
-    run ended that is not complete.
+    run ended that is not complete. ``iteration`` says in words of which steps each step consists, where it is several.
     """
 
     command: tuple[str, ...] = ()
@@ -190,6 +190,7 @@ class Head:
     steps: int | None = None
     drained_steps: int = 0
     ending: str | None = None
+    iteration: str | None = None
 
 
 @dataclass(frozen=True)

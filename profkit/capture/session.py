@@ -40,6 +40,7 @@ from profkit.run.job import RankChoice, local_rank_number, rank_of_command
 from profkit.run.manifest import Process
 from profkit.run.range_log import RangeLogError, finish_trace, log_beside
 from profkit.run.recording import (
+    COMMAND_WARMUP,
     COMPLETE,
     CUT_SHORT,
     NOT_REACHED,
@@ -68,6 +69,9 @@ _FULL_LOG = (
 
 _UNTIMED, _ENOUGH_TIMED = 3, 10
 """How many steps pass before the timed ones where at least so many of these are left; else one."""
+
+_ENOUGH_ITERATIONS = 5
+"""Of iterations, which hold several steps each, this many are timed; one passes before the recorded ones."""
 
 
 def attach() -> None:
@@ -117,10 +121,9 @@ class Session:
         self._name = f"{self._pid}" if self._rank is None else f"rank{self._rank}"
         self._records = self.run / name_of_rank(COMPILED, self._rank or 0)
         self._compiled = CompiledCode(self.hooks, self._records)
-        self._first = order.warmup_steps
-        # The first steps build what later ones have: kernels, optimizer state, the allocator's pool.
-        self._first_timed = max(1, min(_UNTIMED, order.warmup_steps - _ENOUGH_TIMED))
-        self._end = None if order.steps is None else order.warmup_steps + order.steps
+        is_usual = order.warmup_steps == COMMAND_WARMUP and not (order.within or order.own_steps)
+        self.hooks.steps.finds_iterations = is_usual and order.recorder in ("none", "kineto", "nsys")
+        self._plan_steps()
         self._begun = -1
         self._start_ns = 0
         self._samples = StepCollector(self.hooks.clock)
@@ -140,6 +143,16 @@ class Session:
         self._process: Process | None = None
         # Steps do not matter, and counting them would wait for the device at each.
         self._is_over = order.recorder == "oom"
+
+    def _plan_steps(self) -> None:
+        """Choose the first timed step, the first recorded one and the one after the last."""
+        self._first, self._enough = self.order.warmup_steps, _ENOUGH_TIMED
+        if self.hooks.steps.times > 1 and self._first == COMMAND_WARMUP:
+            self._first, self._enough = 1 + _ENOUGH_ITERATIONS + 1, _ENOUGH_ITERATIONS
+        # The first steps build what later ones have: kernels, optimizer state, the allocator's pool.
+        untimed = _UNTIMED if self.hooks.steps.times == 1 else 1
+        self._first_timed = max(1, min(untimed, self._first - self._enough))
+        self._end = None if self.order.steps is None else self._first + self.order.steps
 
     def begin(self) -> None:
         self.hooks.install()
@@ -206,10 +219,13 @@ class Session:
 
     def _pass(self, number: int) -> None:
         if number <= self._begun:  # the script has shown what its steps are, and counting begins anew
+            self._plan_steps()
             self._samples = StepCollector(self.hooks.clock)
             self.hooks.loading.forget_steps()
             self._memory_lead += self._begun + 1 - number
         self._begun = number
+        if number == self._first - 1 and self.hooks.steps.may_iterate:
+            self._put_off()
         if number in (self._first_timed, self._first) and not self._records_memory:
             self.hooks.clock.start()  # the thread that trains need not be the one that attached
         if self.memory is not None:
@@ -408,7 +424,7 @@ class Session:
 
     def _warm_up_profiler(self) -> None:
         """Have torch.profiler trace in the step before the recorded ones, if enough steps were timed without it."""
-        is_spare = self.order.own_steps or self._first - 1 - self._first_timed >= _ENOUGH_TIMED
+        is_spare = self.order.own_steps or self._first - 1 - self._first_timed >= self._enough
         if is_spare and self._recorder.may_warm_up():
             self._samples.end()
             self.hooks.steps.keep_to_thread()
@@ -433,6 +449,9 @@ class Session:
         """Begin to record a step later: the script's own torch.profiler runs, and a process has only one."""
         self._samples.end()
         self._failure = _MEETS
+        self._put_off()
+
+    def _put_off(self) -> None:
         self._first += 1
         if self._end is not None:
             self._end += 1
@@ -496,6 +515,7 @@ class Session:
             steps_seen=self._begun,
             step=step,
             step_names=names,
+            step_times=self.hooks.steps.times,
             seen=dict(self.hooks.steps.seen),
             step_changed_to=self.hooks.steps.changed_to,
             device="cuda" if on_gpu else "cpu",

@@ -195,7 +195,7 @@ def try_(
             f"the summary of {run} proposes nothing that can be tried; --edit takes {', '.join(_MEASURED)}"
         )
     variants = [(text,) for text in parse_each(wanted)]
-    step_on = step_on or (Run(run).manifest.workload.step_on if run is not None else None)
+    step_on = step_on or (Run(run).manifest.step_on if run is not None else None)
     options = TrialOptions(processes, step_on, combines=not alone, may_write=anyway)
     status, run, trials = _measure(run, argv, options, variants, directory)
     if any(process.reason is None for process in trials.processes):

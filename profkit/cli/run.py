@@ -328,9 +328,12 @@ def _say_next(recorded: Recorded, target: Target, where: str, *, is_job: bool, h
             f"\n{report.name}{others} holds the environment, secrets included, and cannot be scrubbed: share a "
             f"`profkit scrub` of\n{report.with_suffix('.sqlite').name}; --no-keep-report deletes the report"
         )
-    step, left_out = recorded.process.step, recorded.process.left_out
+    process = recorded.process
+    step, left_out = process.step, process.left_out
     if recorded.has_trace and step is not None:
-        print_line(f"\nA step is {describe_step(step, recorded.process.step_names)} (--step-on chooses another).")
+        print_line(
+            f"\nA step is {describe_step(step, process.step_names, process.step_times)} (--step-on chooses another)."
+        )
     if recorded.has_trace and left_out is not None:
         count, depth = f"{left_out.modules:,}", left_out.depth
         print_line(f"\n{count} modules have no range, to keep recording cheap: --depth {depth} gives them one.")

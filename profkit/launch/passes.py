@@ -426,7 +426,7 @@ def _better_order(order: Order, first: Process) -> AnotherTry | None:
         return None
     step, made = _steps_made(first)
     if made and (order.step_on is None or first.step is not None):
-        return _shortened(replace(order, step_on=order.step_on or step), made)
+        return _shortened(replace(order, step_on=order.step_on or first.iteration or step), made)
     if order.step_on is not None:
         return None
     return AnotherTry(

@@ -253,9 +253,10 @@ class Process:
     """One process of the target that made a step. ``state``: ``complete``, ``cut short`` or ``not reached``.
 
     ``step`` is the kind of its steps, in the words of ``--step-on``, and ``step_names`` are the classes or functions
-    that make one. ``seen`` says how often each thing that may make a step happened, and ``step_changed_to`` which kind
-    of steps began only when the recording had. ``compiled_failure`` says why compiled code, or some of it, has no
-    modules. ``uncounted`` says why no step's FLOPs were counted, where they were to be.
+    that make one; ``step_times`` of these are one step together. ``seen`` says how often each thing that may make a
+    step happened, and ``step_changed_to`` which kind of steps began only when the recording had. ``compiled_failure``
+    says why compiled code, or some of it, has no modules. ``uncounted`` says why no step's FLOPs were counted, where
+    they were to be.
     """
 
     process: str = ""
@@ -268,6 +269,7 @@ class Process:
     steps_seen: int | None = None
     step: Word | None = None
     step_names: tuple[ModuleName, ...] = ()
+    step_times: int = 1
     seen: dict[Word, int] = field(default_factory=dict)
     step_changed_to: Word | None = None
     device: Word | None = None
@@ -283,6 +285,11 @@ class Process:
     left_out: RangesLeftOut | None = None
     compiled_failure: Message | None = None
     uncounted: Uncounted | None = None
+
+    @property
+    def iteration(self) -> str | None:
+        """What ``--step-on`` calls its steps, where several of a thing make one; None of others."""
+        return f"{self.step}*{self.step_times}" if self.step_times > 1 else None
 
 
 @dataclass(frozen=True)
@@ -363,12 +370,17 @@ class Manifest:
         return samples if samples is not None and samples.steps else None
 
     @property
-    def first_rank(self) -> int | None:
-        """Return the rank whose steps and conditions stand for the run; None of a process that is none of several."""
-        return None if self._first is None else self._first.rank
+    def step_on(self) -> str | None:
+        """What ``--step-on`` has to say for steps like these; None where they are found without."""
+        return self.workload.step_on or (None if self.first is None else self.first.iteration)
 
     @property
-    def _first(self) -> Process | None:
+    def first_rank(self) -> int | None:
+        """Return the rank whose steps and conditions stand for the run; None of a process that is none of several."""
+        return None if self.first is None else self.first.rank
+
+    @property
+    def first(self) -> Process | None:
         return min(self.processes, key=lambda process: not process.is_recorded, default=None)
 
     def of_rank(self, rank: int) -> Manifest:
@@ -387,7 +399,7 @@ class Manifest:
         )
         return replace(
             self,
-            clean=self.clean if own[0] is self._first else None,
+            clean=self.clean if own[0] is self.first else None,
             attached=attached,
             profiled=profiled,
             conditions=own[0].conditions,

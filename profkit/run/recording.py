@@ -66,26 +66,33 @@ WORDS = (*(f"{word}:NAME" for word in _NAMED), "backward", "replay", "generate",
 
 @dataclass(frozen=True)
 class StepChoice:
-    """A person's choice of what a step is; ``name`` is that of the optimizer, module or function, None for any."""
+    """A person's choice of what a step is; ``name`` is that of the optimizer, module or function, None for any.
+
+    ``times`` of what it names make one step together.
+    """
 
     word: str
     name: str | None = None
+    times: int = 1
 
     @classmethod
     def parse(cls, text: str) -> StepChoice:
         """Return the choice that ``text`` names; a word of no kind is the class of an optimizer.
 
         Raises:
-            ValueError: a name is given where none belongs, or is empty.
+            ValueError: a name is given where none belongs, or is empty; or a number that is none.
         """
-        word, colon, name = text.partition(":")
-        if word in _NAMED and (name or not colon):
-            return cls(word, name or None)
-        if word in WORDS and not colon:
-            return cls(word)
-        if colon or not word:
-            raise ValueError(f"{text}: write one of {', '.join(WORDS)}")
-        return cls("optimizer", word)
+        each, star, number = text.partition("*")
+        word, colon, name = each.partition(":")
+        times = int(number) if number.isdecimal() else 1
+        is_wrong = not word or times < 1 or (star and (not number.isdecimal() or word == StepKind.WHOLE.word))
+        if word in _NAMED and (name or not colon) and not is_wrong:
+            return cls(word, name or None, times)
+        if word in WORDS and not colon and not is_wrong:
+            return cls(word, times=times)
+        if colon or is_wrong:
+            raise ValueError(f"{text}: write one of {', '.join(WORDS)}; optimizer*4 makes a step of four")
+        return cls("optimizer", word, times)
 
     @property
     def is_whole(self) -> bool:
@@ -95,16 +102,17 @@ class StepChoice:
         return kind.word == self.word and (self.name is None or self.name in names)
 
 
-def describe_step(word: str, names: tuple[str, ...] = ()) -> str:
-    """Return what a step is, as a person reads it: ``one step of the optimizer AdamW``."""
+def describe_step(word: str, names: tuple[str, ...] = (), times: int = 1) -> str:
+    """Return what a step is, as a person reads it: ``one step of the optimizer AdamW``, or ``4 steps of …``."""
     of = _joined(names)
     each = " each" if len(names) > 1 else ""
+    one, plural = ("one", "") if times == 1 else (f"{times}", "s")
     return {
-        "optimizer": f"one step{each} of {_joined(names, 'optimizer') or 'an optimizer'}",
-        "backward": "one backward pass",
-        "replay": "one replay of a CUDA graph",
-        "generate": f"one call of {of}.generate" if len(names) == 1 else "one call of generate",
-        "call": f"one call{each} of {of}" if of else "one call",
+        "optimizer": f"{one} step{plural}{each} of {_joined(names, 'optimizer') or 'an optimizer'}",
+        "backward": f"{one} backward pass{'es' * (times > 1)}",
+        "replay": f"{one} replay{plural} of a CUDA graph",
+        "generate": f"{one} call{plural} of {of}.generate" if len(names) == 1 else f"{one} call{plural} of generate",
+        "call": f"{one} call{plural}{each} of {of}" if of else f"{one} call{plural}",
         "whole": "the whole program",
     }[word]
 

@@ -265,13 +265,13 @@ def _rare_steps(evidence: Evidence) -> Iterator[Cause]:
     saved_ns = min(round(rare.lines_ns / every), mean_ns - evidence.now_ns)
     name = rare.line.called or rare.line.function if rare.call is None else _name_call(rare.call)
     how = "on larger batches" if rare.evaluates else "beside training"
-    if rare.line.phase == INFERENCE and _evaluates_in_fp32(evidence):
-        how = "under the autocast that training has"
     if rare.line.phase == DATA:
         how = "give its DataLoader workers that stay: persistent_workers=True"
         if evidence.manifest.loading is not None and evidence.manifest.loading.keeps_workers:
             how = "let its sampler begin anew by itself: each epoch's first batch is waited for"
     change = f"do it less often, or {how}"
+    if rare.line.phase == INFERENCE and _evaluates_in_fp32(evidence):
+        change = "do it under the autocast that training has, or less often"
     what = f"for {name}"
     # What a trainer's line does in rare steps is no part of the usual ones, whose lines are the evidence's.
     if rare.line.place in lines_of_trainers((rare.line, *evidence.lines, *evidence.facts.callers)):

@@ -382,7 +382,10 @@ class Hooks(RangeObserver):
         if not module.training and not torch.is_grad_enabled():
             self.has_evaluated_without_autocast |= not autocast_dtypes()
         opened.root = call
-        self._begin_phase(FORWARD, self._phase_of_call(is_loss=is_loss, has_grad=torch.is_grad_enabled()))
+        phase = self._phase_of_call(
+            is_loss=is_loss, is_training=module.training and not is_loss, has_grad=torch.is_grad_enabled()
+        )
+        self._begin_phase(FORWARD, phase)
         self._watcher.call_begins(module, args, name)
         if self.on_call is not None:
             self.on_call(kwargs)
@@ -405,7 +408,8 @@ class Hooks(RangeObserver):
                 self.name_model(model)
             part = self.names.part(model)
             self._watcher.call_begins(model, (), None if part is None else part.name)
-        phase = self._phase_of_call(is_loss=all(map(is_loss_module, models)), has_grad=has_grad)
+        is_loss, is_training = all(map(is_loss_module, models)), all(model.training for model in models)
+        phase = self._phase_of_call(is_loss=is_loss, is_training=is_training and not is_loss, has_grad=has_grad)
         self._begin_phase(models, phase)
 
     @_harmless
@@ -432,12 +436,14 @@ class Hooks(RangeObserver):
         opened.open(call, call.name, call)
         return call
 
-    def _phase_of_call(self, *, is_loss: bool, has_grad: bool) -> str:
+    def _phase_of_call(self, *, is_loss: bool, is_training: bool, has_grad: bool) -> str:
         phase = self._generation.next_phase()
         if phase is not None:
             return phase
         # What the script itself calls its forward pass is one, with gradients or without.
         if not has_grad and not is_first_pass() and not self.on_thread.ranges.has_range(FORWARD):
+            if is_training:
+                self.steps.note_inference()
             return INFERENCE
         return LOSS if is_loss else FORWARD
 

@@ -35,6 +35,8 @@ class StepPolicy:
     Of all kinds of steps (`StepKind`) the strongest that the script has shown counts, or the one that ``step_on``
     names. Counting begins anew when a stronger one appears, until `settle`. Where several optimizers, modules or graphs
     take turns, one round of them is a step. An optimizer that has been made keeps everything weaker from counting.
+    Where the model in training is asked without gradients in every k-th step alone, as for the rollout of an iteration
+    of PPO, the iteration is the step (``finds_iterations``).
 
     Each method that reports something returns the number of the step that begins there, counted from 0; None if none
     does. What is captured into a CUDA graph does not run, and ends nothing until it is replayed.
@@ -46,6 +48,11 @@ class StepPolicy:
 
     def __init__(self, step_on: str | None = None, *, counts: bool = True) -> None:
         self._choice = None if step_on is None else StepChoice.parse(step_on)
+        self.times = 1 if self._choice is None else self._choice.times
+        """How many of what makes a step are one together."""
+        self._left = self.times
+        self.finds_iterations = False
+        self._iterations = Iterations()
         self._counts = counts
         self._kind: StepKind | None = None
         self._names: tuple[str, ...] = ()
@@ -109,6 +116,20 @@ class StepPolicy:
     def keep_to_thread(self) -> None:
         """From now on only this thread's steps count: torch.profiler can be stopped only where it was started."""
         self._thread = threading.get_ident()
+
+    @property
+    def may_iterate(self) -> bool:
+        """Whether the next steps may show that several of them are one iteration."""
+        return self.finds_iterations and self.times == 1 and self._iterations.may_come(self._number)
+
+    def note_inference(self) -> None:
+        """The model was called in training mode without gradients: from this step on, an iteration may be the step."""
+        if not self.finds_iterations or self._choice is not None or self._is_settled or self.times > 1:
+            return
+        self._iterations.note(self._number)
+        if self._iterations.length is not None:
+            self.times = self._left = self._iterations.length
+            self._number = 0
 
     def settle(self) -> None:
         """The recording begins: its steps, all of this thread, are numbered on, whatever appears."""
@@ -249,10 +270,17 @@ class StepPolicy:
         if not self._counts or self._capturing is not None:
             return None
         if is_boundary and self._may_count(kind):
-            if kind is self._kind or (self._is_settled and self._number > 0):
-                self._number += 1
-            else:
+            is_other = kind is not self._kind and not (self._is_settled and self._number > 0)
+            if is_other and self._kind is not None and self._choice is None:
+                self.times, self._left, self._iterations = 1, 1, Iterations()
+            self._left -= 1
+            if self._left:
+                return None
+            self._left = self.times
+            if is_other:
                 self._number = 0 if kind is StepKind.WHOLE else 1
+            else:
+                self._number += 1
             self._kind = kind
             named = kind, self._rounds[kind].changes
             if named != self._named:
@@ -429,6 +457,36 @@ def _alive(refs: list[ref[Any]]) -> list[ref[Any]]:
 
 def _index(refs: list[ref[Any]], thing: Any) -> int | None:
     return next((at for at, member in enumerate(refs) if member() is thing), None)
+
+
+MOST_IN_ITERATION = 12
+"""Longer iterations are not looked for: three of them would take too many steps to see."""
+
+
+class Iterations:
+    """Learns how many steps an iteration has from those in which the model is asked, as for a rollout."""
+
+    def __init__(self) -> None:
+        self._begun: list[int] = []
+
+    def note(self, step: int) -> None:
+        if not self._begun or self._begun[-1] != step:
+            self._begun.append(step)
+
+    @property
+    def length(self) -> int | None:
+        """The distance of the last three, if it is one and an iteration's; else None."""
+        first, second = self._distance(-3, -2), self._distance(-2, -1)
+        return second if first == second and 1 < second <= MOST_IN_ITERATION else None
+
+    def may_come(self, step: int) -> bool:
+        """Return whether, as seen when ``step`` begins, it or the next ones may show the length."""
+        distance = self._distance(-2, -1)
+        is_long = 1 < distance <= MOST_IN_ITERATION and step <= 2 * MOST_IN_ITERATION
+        return is_long and self.length is None and step <= self._begun[-1] + distance
+
+    def _distance(self, one: int, other: int) -> int:
+        return self._begun[other] - self._begun[one] if len(self._begun) >= -one else 0
 
 
 class Boundaries:

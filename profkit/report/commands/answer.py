@@ -73,7 +73,8 @@ def describe_answer(summary: Summary, advice: AdviceResult) -> str:
         return _UNTRUSTED
     if summary.step_ns is None:
         return _describe_without_step(summary)
-    step = f"A step takes {format_ns(summary.step_ns)}"
+    of = "" if summary.head.iteration is None else f" ({summary.head.iteration})"
+    step = f"A step{of} takes {format_ns(summary.step_ns)}"
     if not any(use.unprofiled_ns for use in summary.steps):
         step += " as recorded (its unprofiled time is unknown)"
     late = describe_ranks(summary) if summary.compared and summary.compared.verdict.culprit else ""
