@@ -444,6 +444,17 @@ def undone_layouts(place: str, convolution: str = NHWC) -> Program:
     return equal_steps(*parts, wait)
 
 
+def norms_by_channel(statistics_ns: int, order: str = "") -> Program:
+    """Batch norms whose statistics take this long for each channel, and whose output is written in 100 µs."""
+    norm = "void at::native::batch_norm_{}" + order + "_kernel<at::native::InvStd, c10::BFloat16, float, int>()"
+    forward = [
+        launch(norm.format("collect_statistics"), statistics_ns),
+        launch(norm.format("transform_input"), 100_000),
+    ]
+    backward = within("backward/model/norm", launch(norm.format("backward"), 2 * statistics_ns))
+    return equal_steps(within("forward/model/norm", launch(NHWC, MS), *forward * 4), backward, wait)
+
+
 def passes(*calls: int, read: int = 1) -> Program:
     """Calls of a model with these numbers of kernels of 500 µs, and backward passes through ``read`` of them."""
     forward = [within("forward/model", launch(NVJET, MS // 2, count)) for count in calls]
@@ -777,6 +788,7 @@ MOVED_PARTS = line(MS, called="part.to", waits=3, waiting_ns=MS)
 ONE_BY_ONE = equal_steps(FORWARD, *[python(30_000), launch(SUM, 5_000), read] * 40, wait)
 FAR_APART = equal_steps(FORWARD, *[python(30_000), launch(SUM, 5_000, 7), read] * 40, wait)
 VOLUMES = works(("conv", "convolution3d", 7, MIB))
+OF_IMAGES, OF_SIGNALS = (works(("conv", f"convolution{of}", 7, MIB)) for of in ("", "1d"))
 NORMS_OF_IMAGES = works(("conv", "convolution", 7, MIB), ("norm", "instance_norm", 8, MIB))
 A_CLASS = [python(30_000), launch(SUM, 5_000), read, launch(ADD, 5_000, 8), launch(SUM, 5_000, 4), read]
 CLASSES = within("forward/model/dice", *A_CLASS * 12)
@@ -990,6 +1002,10 @@ NEARLY: list[Case] = [
     # A norm's copies are torch's own, a copy elsewhere is no convolution's, and these convolutions want no other order.
     # Norms that know one order alone stand between the convolutions.
     ("channels-last", convolutions(CONVERT, ADD), NORMS_OF_IMAGES),
+    # Norms that have enough to do, or of signals, which have no such order, or that have it already.
+    ("channels-last", norms_by_channel(120_000), OF_IMAGES),
+    ("channels-last", norms_by_channel(440_000), OF_SIGNALS),
+    ("channels-last", norms_by_channel(440_000, "_channels_last"), OF_IMAGES),
     ("channels-last", undone_layouts("/h.*.conv"), {}),
     ("channels-last", undone_layouts("/h.*.attn"), {}),
     ("channels-last", undone_layouts("", "implicit_convolve_sgemm"), {}),
@@ -1191,6 +1207,7 @@ NAMED: dict[str, Case] = {
         {"lines": [line(MS, "forward", "x.to", waiting_ns=MS), line(MS, "forward", "x.add", line=31)]},
     ),
     "conversions, zeroed gradients and allocations": ("channels-last", convolutions(CONVERT, ZERO, allocate(MS)), {}),
+    "norms that read one channel at a time": ("channels-last", norms_by_channel(440_000), OF_IMAGES),
     "copies that undo the order of images": ("channels-last", undone_layouts(""), {}),
     "a pass that nobody reads": ("unread-graph", passes(4, 4), {}),
     "two passes that nobody reads": ("unread-graph", passes(4, 4, 4), {}),
@@ -1868,7 +1885,7 @@ def test_how_much_of_rare_steps_a_line_has_is_said_unless_it_has_most(tmp_path: 
     manifest = json.loads((tmp_path / "manifest.json").read_text())
     manifest["conditions"] = {"autocast_dtypes": ["bfloat16"], "evaluates_without_autocast": True}
     (tmp_path / "manifest.json").write_text(json.dumps(manifest))
-    assert advise(evaluating).change.endswith("or under the autocast that training has")
+    assert advise(evaluating).change == "do it under the autocast that training has, or less often"
     loading = replace(line(4 * MS, "data", "DataLoader.__iter__", line=50), error_ns=2 * MS)
     assert advise(loading).change.endswith("or give its DataLoader workers that stay: persistent_workers=True")
     manifest["processes"] = [{"pid": 7, "loading": {"workers": 4, "keeps_workers": True}}]

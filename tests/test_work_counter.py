@@ -335,16 +335,17 @@ def test_padding_is_what_no_sample_of_a_batch_reaches() -> None:
     assert _count(lambda: None)["",]["padding"] is None
 
 
-def test_convolutions_of_volumes_and_norms_of_each_image_are_told_by_their_shapes() -> None:
+def test_convolutions_of_signals_and_volumes_and_norms_of_each_image_are_told_by_their_shapes() -> None:
     images, volumes = torch.randn(2, 3, 8, 8), torch.randn(2, 3, 8, 8, 8)
     with counting() as counter:
+        functional.conv1d(torch.randn(2, 3, 8), torch.randn(3, 3, 3))
         for dimensions, batch in ((2, images), (3, volumes)):
             convolve = getattr(functional, f"conv{dimensions}d")
             norm = functional.instance_norm(convolve(batch, torch.randn(3, 3, *[3] * dimensions)))
             functional.batch_norm(norm, torch.zeros(3), torch.ones(3), training=True)
     called = Counter(line.operator for line in counter.content().lines)
-    names = ("convolution", "convolution3d", "instance_norm", "native_batch_norm")
-    assert [called[name] for name in names] == [1, 1, 1, 1]
+    names = ("convolution", "convolution1d", "convolution3d", "instance_norm", "native_batch_norm")
+    assert [called[name] for name in names] == [1, 1, 1, 1, 1]
 
 
 def test_masks_of_attention_are_causal_or_empty_or_needed() -> None:

@@ -85,7 +85,7 @@ class RangeWork:
             raise ValueError("a negative count")
 
 
-VOLUME_CONVOLUTION, INSTANCE_NORM = "convolution3d", "instance_norm"
+VOLUME_CONVOLUTION, SIGNAL_CONVOLUTION, INSTANCE_NORM = "convolution3d", "convolution1d", "instance_norm"
 """Operators of a line that their shapes tell from torch's ``convolution`` and ``native_batch_norm``."""
 
 

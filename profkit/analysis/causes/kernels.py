@@ -27,11 +27,11 @@ from profkit.analysis.causes.evidence import (
     sums_by_index,
 )
 from profkit.analysis.kernels import product_dtype
-from profkit.analysis.step_replay.kernel_edits import is_convolution, is_recurrent
+from profkit.analysis.step_replay.kernel_edits import is_convolution, is_norm_by_channel, is_recurrent
 from profkit.analysis.step_replay.steps import ReplayedStep
 from profkit.analysis.summary import PRODUCTS, SMALL
 from profkit.names import BACKWARD, FORWARD, OPTIMIZER, kind_of
-from profkit.run.work import INSTANCE_NORM, VOLUME_CONVOLUTION
+from profkit.run.work import INSTANCE_NORM, SIGNAL_CONVOLUTION, VOLUME_CONVOLUTION
 
 _ALIGNED: By = {"least": 0.15, "expected": 0.45, "most": 0.8}
 """What products of other sizes take of the time of misaligned ones, where their FLOPs are unknown."""
@@ -48,6 +48,8 @@ _OF_BANDWIDTH: By = {"least": 0.95, "expected": 0.8, "most": 0.6}
 _MISALIGNED = re.compile(r"_align[12](?!\d)")
 _CONVERTED = 0.25
 """A model whose images have the wrong layout converts it for most convolutions, another for few."""
+_STARVED = 2.5
+"""A norm's statistics take 0.7 to 1.2 times what writing its output does where the GPU has enough to do, else 4.4."""
 _CONVERTS = re.compile(r"nchwToNhwc|nhwcToNchw", re.IGNORECASE)
 _CHANGES_LAYOUT = re.compile(r"(?<![a-z]_)elementwise_kernel<.*nocast<at::native::direct_copy_kernel")
 """ATen's copy of a tensor whose elements lie in another order, in its own type."""
@@ -470,6 +472,7 @@ def _layout_conversions(evidence: Evidence) -> Iterator[Cause]:
     Between norms that know one order alone, as torch's group and instance norms, each convolution converts anyway.
     """
     kernels = [one for one in evidence.kernels if _CONVERTS.search(one.name)]
+    slow_norms = _norms_by_channel(evidence)
     convolutions = sum(is_convolution(one.name) and one not in kernels for one in evidence.kernels)
     called = Counter[str]()
     for line in evidence.operator_lines:
@@ -488,6 +491,27 @@ def _layout_conversions(evidence: Evidence) -> Iterator[Cause]:
             edit=None if of_volumes else "channels-last",
             evidence={"conversion_ns": sum(one.duration_ns for one in kernels), "kernels": len(kernels)},
         )
+    elif slow_norms and called["convolution"] > called[VOLUME_CONVOLUTION] + called[SIGNAL_CONVOLUTION]:
+        yield Cause(
+            code="channels-last",
+            cause="batch norms of images read one channel at a time",
+            detail=", each by few of the GPU's threads",
+            module=_busiest(slow_norms),
+            change="model.to(memory_format=torch.channels_last), the images too, and no .contiguous() between",
+            changes=edits("channels-last"),
+            edit="channels-last",
+            evidence={"norm_ns": sum(one.duration_ns for one in slow_norms), "kernels": len(slow_norms)},
+        )
+
+
+def _norms_by_channel(evidence: Evidence) -> list[Operation]:
+    """Return the kernels of torch's own batch norms of another order, where they read far slower than they write."""
+    norms = [one for one in evidence.kernels if is_norm_by_channel(one.name)]
+
+    def time_ns(kind: str) -> int:
+        return sum(one.duration_ns for one in norms if kind in one.name)
+
+    return norms if time_ns("collect_statistics") > _STARVED * time_ns("transform_input") else []
 
 
 def _undone_layouts(evidence: Evidence) -> Iterator[Cause]:

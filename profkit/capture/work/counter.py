@@ -67,6 +67,7 @@ from profkit.run.compiled_code import Launch
 from profkit.run.work import (
     FUSED,
     INSTANCE_NORM,
+    SIGNAL_CONVOLUTION,
     VOLUME_CONVOLUTION,
     DenseTable,
     OperatorLine,
@@ -86,8 +87,8 @@ _COMPILED = "compiled code"
 _REPLAY = "replayed CUDA graphs"
 _DENSE_GRADIENTS = ("embedding_dense_backward", "_embedding_bag_dense_backward")
 _BATCH_NORMS = ("native_batch_norm", "cudnn_batch_norm")
-_VOLUMES = 5
-"""Dimensions of a batch of volumes."""
+_CONVOLUTIONS = {3: SIGNAL_CONVOLUTION, 5: VOLUME_CONVOLUTION}
+"""By the dimensions of a batch; a batch of images has four."""
 _FUSED_ATTENTION = re.compile(r"_scaled_dot_product_\w*?attention(_for_cpu)?")
 _STEP = re.compile(rf"{STEP} \d+|{WARMUP}|{COUNTED}")
 
@@ -447,12 +448,12 @@ def _as_numbers(value: Any) -> Any:
 
 
 def _name_by_shape(operator: str, args: Sequence[Any]) -> str:
-    """Return an operator's name, by which a volume's convolution is told from an image's, and a norm of each image.
+    """Return an operator's name, where shapes tell a signal's or a volume's convolution, or a norm of each image.
 
     torch's instance norm is its batch norm of one sample that has all samples' channels.
     """
-    if operator == "convolution" and args[0].dim() == _VOLUMES:
-        return VOLUME_CONVOLUTION
+    if operator == "convolution":
+        return _CONVOLUTIONS.get(args[0].dim(), operator)
     return INSTANCE_NORM if operator in _BATCH_NORMS and args[0].shape[0] == 1 else operator
 
 
