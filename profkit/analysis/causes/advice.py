@@ -47,6 +47,8 @@ _OF_LOOPS = ("launches", "activation", "chain")
 """Causes that go with a loop in the same module."""
 _TIMES_A_MEND = 4
 """So many times what a mend at one place saves compiling must save on top of all others to stand before it."""
+_OF_CALLS = ("loop", "chain")
+"""Causes outside of modules whose rows choose the line."""
 _RUNS_PYTHON = ("python", "made-on-cpu", "loader", "garbage", "recompile")
 """Causes for which Python is late: with them goes what a wait costs without which it would run ahead."""
 _OF_TRAINING = ("autocast", "batch")
@@ -384,7 +386,8 @@ def _find_source(evidence: Evidence, cause: Cause) -> SourceLine | None:
     """Return the cause's own line, or that which calls the operators whose kernels show it in a counted step."""
     calls = _OPERATORS.get(cause.code)
     called = None if calls is None else evidence.find_operator_line(cause.module, calls)
-    return called or cause.line if cause.module is None else cause.line or called
+    is_chosen = cause.module is not None or cause.code in _OF_CALLS
+    return cause.line or called if is_chosen else called or cause.line
 
 
 def _prove(evidence: Evidence, cause: Cause) -> str:

@@ -26,7 +26,8 @@ from profkit.analysis.step_replay.limits import OUTSIDE, Limit
 from profkit.analysis.step_replay.predict import StepChange
 from profkit.analysis.step_replay.steps import FROM_HOST, ReplayedStep
 from profkit.analysis.summary import WORTH
-from profkit.names import BACKWARD, LOSS, OPTIMIZER, kind_of
+from profkit.names import BACKWARD, INFERENCE, LOSS, OPTIMIZER, kind_of
+from profkit.run.lines import LineTime
 
 _FUSED_CHAIN: By = {"least": 0.8, "expected": 1.2, "most": 2.2}
 _FUSED_REDUCTION: By = {"least": 1.0, "expected": 2.2, "most": 4.0}
@@ -43,6 +44,7 @@ a loop; so many are one whatever they take.
 """
 _REPEATS, _REPEATED = 3, 0.5
 """A loop runs the same two kernels one after the other so often, for this share of all its kernels."""
+_MOST_OF_LOOP = 0.6
 _LARGE = 0.4
 """Kernels of a chain that take this share of its longest one handle as many numbers."""
 _SILU = "sigmoid", "MulFunctor"
@@ -92,6 +94,8 @@ def _chains(evidence: Evidence) -> Iterator[Cause]:
         alike[known.setdefault((*kind, *kernels), own) if place[0] else (*kind, place[1])][place] = chain
     for chains in sorted(alike.values(), key=lambda chains: -_cost(chains))[:_MOST_CHAINS]:
         cause = _describe_chains(evidence, dict(sorted(chains.items(), key=lambda item: -_cost(dict([item])))))
+        if cause is None:
+            continue
         if cause.module or cause.line or not evidence.lines or cause.code == "cross-entropy":
             yield cause
 
@@ -220,34 +224,39 @@ def _cost(chains: Mapping[ChainPlace, Sequence[Run]]) -> int:
     return sum(one.duration_ns + _LAUNCH_NS for runs in chains.values() for run in runs for one in run)
 
 
-def _describe_chains(evidence: Evidence, chains: Mapping[ChainPlace, Sequence[Run]]) -> Cause:
+def _describe_chains(evidence: Evidence, chains: Mapping[ChainPlace, Sequence[Run]]) -> Cause | None:
     (module, phase), costliest = next(iter(chains.items()))
     code, what, change = _kind_of_place((module, phase), costliest)
     if code in ("norm", "chain") and _compares_pairs(evidence, module):
         code, what, change = _PAIRS
     runs = [run for chain in chains.values() for run in chain]
+    looping = _find_call_that_loops(evidence, phase) if code == "loop" and module is None else None
+    if looping is not None and _asks_the_model(evidence, looping):
+        return None
     backward = " with backward" if any(run[0].phase == BACKWARD for run in runs) else ""
     return Cause(
         code=code,
         cause=what,
         detail=f": {len(_find_longest(runs))} kernels a call, {sum(map(len, runs)):,} a step{backward}",
-        line=_find_line(evidence, phase) if module is None else None,
+        line=_find_line(evidence, phase, looping) if module is None else None,
         module=module,
         further_modules=[name for name, _ in chains if name is not None and name != module],
         change=change,
         changes=[
             *(_fuse_chain(evidence, code, place, chain) for place, chain in chains.items()),
-            *(_stop_reading_turns(evidence, module) if code == "loop" else ()),
+            *(_stop_reading_turns(evidence, module, looping) if code == "loop" else ()),
         ],
         worth=WORTH_COMPILING if code == "chain" else WORTH,
         evidence={"kernels": sum(map(len, runs)), "time_ns": sum(one.duration_ns for run in runs for one in run)},
     )
 
 
-def _stop_reading_turns(evidence: Evidence, module: str | None) -> Sequence[StepChange]:
-    """Return that nobody reads from the GPU what a loop goes over, as its line above its body does: it goes with it."""
+def _stop_reading_turns(evidence: Evidence, module: str | None, looping: LineTime | None) -> Sequence[StepChange]:
+    """Return that nobody reads from the GPU what a loop goes over, as its line above its body does, or in each turn."""
     body = evidence.find_operator_line(module, lambda line: line.count)
     heads = [line for line in evidence.lines if body and line.file == body.file and line.line == body.line - 1]
+    if looping is not None:
+        heads += [line for line in evidence.call_tree.under(looping) if not line.is_caller and line.waits >= _MANY]
     return edits(*{f"no-host:{line.file}:{line.line}" for line in heads if line.waits >= 1 and line.thread == "main"})
 
 
@@ -275,7 +284,48 @@ def _fuse_chain(evidence: Evidence, code: str, place: ChainPlace, runs: Sequence
     return fuse(choose, size, compiled=code == "chain")
 
 
-def _find_line(evidence: Evidence, phase: str) -> SourceLine | None:
+def _find_call_that_loops(evidence: Evidence, phase: str) -> LineTime | None:
+    """Return the innermost call, outside of all modules, of what takes most of a phase's Python; None if it is none."""
+    tree = evidence.call_tree
+    own = [line for line in evidence.lines if line.thread == "main" and (line.phase or OUTSIDE) == phase]
+    least_ns = _MOST_OF_LOOP * sum(line.time_ns for line in own)
+
+    def is_most(call: LineTime) -> bool:
+        return sum(line.time_ns for line in tree.under(call) if not line.is_caller) >= least_ns
+
+    calls = [line for line in evidence.facts.callers if line.thread == "main" and (line.phase or OUTSIDE) == phase]
+    most = [call for call in calls if call.place not in evidence.trainer_lines and is_most(call)]
+    return max(most, key=lambda call: len([*tree.callers_of(call)]), default=None)
+
+
+def _asks_the_model(evidence: Evidence, looping: LineTime) -> bool:
+    """Return whether a loop is a rollout's: each turn needs what the model says of the one before.
+
+    A line in it that calls most of the operators loops itself.
+    """
+    tree, inference = evidence.call_tree, [line for line in evidence.facts.callers if line.phase == INFERENCE]
+    own = [line for line in tree.under(looping) if next(tree.callers_of(line), None) is looping]
+    functions = {(line.file, line.function) for line in own} & {(line.file, line.function) for line in inference}
+    counts = Counter[bool]()
+    for line in evidence.operator_lines:
+        if not line.path:
+            counts[(line.file, line.function) in functions] += line.count
+    return bool(functions) and 2 * counts[True] < counts.total()
+
+
+def _find_line(evidence: Evidence, phase: str, looping: LineTime | None) -> SourceLine | None:
+    """Return the line that calls most operators; of a loop whose turns call functions, the costliest of its own."""
+    called = evidence.find_operator_line(None, lambda line: line.count)
+    if looping is not None:
+        tree = evidence.call_tree
+        own = [line for line in tree.under(looping) if next(tree.callers_of(line), None) is looping]
+        longest = max(own, key=lambda line: line.time_ns, default=None)
+        if longest is not None and longest.is_caller and called is not None and called.function != longest.function:
+            return source_line(longest)
+    return called or _find_longest_line(evidence, phase)
+
+
+def _find_longest_line(evidence: Evidence, phase: str) -> SourceLine | None:
     limits = evidence.limits
     paused = {} if limits is None else {(one.file, one.line): one.time_ns for one in limits.lines_of(Limit.PYTHON)}
     own = [
