@@ -309,12 +309,22 @@ def _split_waits(steps: Iterable[Mapping[str, int]]) -> tuple[list[int], list[in
 
 
 def _find_exclusive(found: RunLines, rare: int) -> tuple[list[LineTime], set[tuple[str | None, int]]]:
-    """Return the lines that run in so many rare steps alone, and where lines run in other steps, too."""
+    """Return the lines that run in so many rare steps alone, and where lines run in other steps, too.
+
+    A trainer's line runs all of every step: of one that has most of its time in rare steps that part is returned.
+    """
     steps = len(found.steps.steps)
     spread = _spread_of(rare, steps)
     known = [line for line in (*found.lines, *found.callers) if line.file and line.thread != "worker"]
     alone = [line for line in known if _varies_as_rare(line, spread)]
     elsewhere = {line.place for line in known if line not in alone and line.samples > _STRAY}
+    trainers = lines_of_trainers(known)
+    mostly = [line for line in known if line.place in trainers and line not in alone]
+    alone += [
+        replace(line, time_ns=round(_most_added(line, spread)))
+        for line in mostly
+        if _most_added(line, spread) >= _COVERED * line.time_ns
+    ]
 
     def is_named(line: LineTime) -> bool:
         is_seen = line.samples >= FEWEST_SAMPLES or _holds_lock(line, steps)

@@ -42,7 +42,9 @@ _LEAST_NAMED = 0.1
 _SURE = 0.25
 """A step after a change may be longer than now by at most this part of the expected saving."""
 _COMPILING = ("compile", "launches", "chain")
-"""Causes that compiling removes: it is advised once."""
+"""Causes that compiling removes: the model's is advised once, after a chain that is much of it."""
+_OF_MODELS = ("compile", "launches")
+_MUCH_OF = 0.4
 _OF_LOOPS = ("launches", "activation", "chain")
 """Causes that go with a loop in the same module."""
 _TIMES_A_MEND = 4
@@ -228,8 +230,9 @@ def _sort_by_effect(evidence: Evidence, causes: Sequence[Cause]) -> list[Cause]:
     others = [cause for cause in causes if cause.code not in _COMPILING and not _changes_training(cause)]
 
     def effect(cause: Cause) -> float:
-        if cause.code in _COMPILING and others:
-            return _weight(evidence, cause, others) / _TIMES_A_MEND
+        chains = [other for other in causes if other.code == "chain" and cause.code in _OF_MODELS]
+        if cause.code in _COMPILING and (others or chains):
+            return _weight(evidence, cause, others + chains) / _TIMES_A_MEND
         return _weight(evidence, cause)
 
     return sorted(causes, key=lambda cause: (_changes_training(cause), -effect(cause)))
@@ -261,13 +264,17 @@ def _choose(evidence: Evidence, causes: Sequence[Cause]) -> list[Cause]:
     left = list(causes)
     late = [cause for cause in causes if cause.code in _RUNS_PYTHON]
     explained = [cause for cause in causes if cause.code == "waits" and late and not _weight(evidence, cause, late)]
+    compiled = max((_weight(evidence, cause) for cause in causes if cause.code in _OF_MODELS), default=0.0)
+    placed = [cause for cause in causes if cause.code == "chain" and _weight(evidence, cause) >= _MUCH_OF * compiled]
     while left and len(chosen) < MOST_TRIES:
         weights = [_weight(evidence, cause, chosen) for cause in left]
-        rank = [_when_asked(cause, explained) for cause in left]
+        rank = [2 if cause in placed else _when_asked(cause, explained) for cause in left]
         best = max(range(len(left)), key=lambda at: (weights[at] > 0, rank[at], weights[at]))
         if weights[best] <= 0:
             break
         cause = left.pop(best)
+        if cause.code in _OF_MODELS and placed and weights[best] < _MUCH_OF * compiled:
+            continue
         if _holds(evidence, cause):
             chosen.append(cause)
             left = [other for other in left if not _is_same_waste(cause, other)]
@@ -283,7 +290,8 @@ def _when_asked(cause: Cause, explained: Sequence[Cause]) -> int:
 def _is_same_waste(cause: Cause, other: Cause) -> bool:
     at_one_line = cause.line is not None and cause.line == other.line
     are_of_loop = cause.code == "loop" and cause.module == other.module is not None and other.code in _OF_LOOPS
-    return at_one_line or are_of_loop or (cause.code in _COMPILING and other.code in _COMPILING)
+    are_compiled = cause.code in _COMPILING and (other.code == "chain" or cause.code in _OF_MODELS)
+    return at_one_line or are_of_loop or (are_compiled and other.code in _COMPILING)
 
 
 def _changes_of(causes: Sequence[Cause]) -> list[StepChange]:

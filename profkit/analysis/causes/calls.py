@@ -14,6 +14,7 @@ from profkit.analysis.causes.evidence import (
     Evidence,
     Operation,
     SourceLine,
+    edits,
     is_part,
     name_times,
     source_line,
@@ -107,6 +108,10 @@ def _separate_calls(evidence: Evidence) -> Iterator[Cause]:
         def choose(step: ReplayedStep, calls: IndependentCalls = calls) -> list[list[int]]:
             return _group_alike(evidence, step, calls)
 
+        loop = _loop_around(evidence, calls)
+        if loop is not None:
+            yield loop
+            continue
         yield Cause(
             code="loop",
             cause=f"{calls.module} is called {calls.calls:,} times a pass, and no call needs another's result",
@@ -119,6 +124,53 @@ def _separate_calls(evidence: Evidence) -> Iterator[Cause]:
             costs="a batch norm then sees all of them together",
             evidence={"calls": calls.calls, "kernels": len(times_ns), "time_ns": sum(times_ns)},
         )
+
+
+def _loop_around(evidence: Evidence, calls: IndependentCalls) -> Cause | None:
+    """Return the loop of the module that makes these calls, if most that its turns compute is operations of its own.
+
+    So a mixture calls its experts one by one: what it selects, multiplies and adds for each is in the loop, too.
+    """
+    around = calls.module.rpartition(".")[0]
+    assert evidence.step is not None
+
+    def choose(step: ReplayedStep) -> list[list[int]]:
+        return [*_group_alike(evidence, step, calls), *_group_turns(evidence, step, calls, around)]
+
+    own = sum(map(len, _group_turns(evidence, evidence.step, calls, around)))
+    times_ns = [evidence.step.columns.duration_ns[row] for group in choose(evidence.step) for row in group]
+    if 2 * own <= len(times_ns):
+        return None
+    here = [line for line in evidence.operator_lines if line.path and kind_of(line.path[-1]) == around]
+    places = {(line.file, line.line) for line in here}
+    waiting = [line for line in evidence.lines if line.place in places and line.waits >= calls.calls]
+    return Cause(
+        code="loop",
+        cause=f"{around} computes in a loop of {calls.calls:,} turns, and none needs another's result",
+        detail=f": {len(times_ns):,} kernels",
+        line=_find_calling_line(evidence, calls.module),
+        module=around,
+        change="one operation for all turns: products of all at once (torch.bmm, or grouped), on what each is given",
+        changes=[fuse(choose, _size_of_all), *edits(*{f"no-wait:{line.file}:{line.line}" for line in waiting})],
+        evidence={"calls": calls.calls, "kernels": len(times_ns), "time_ns": sum(times_ns)},
+    )
+
+
+def _group_turns(evidence: Evidence, step: ReplayedStep, calls: IndependentCalls, around: str) -> list[list[int]]:
+    """Return a module's own operations that each turn of its loop makes, each with those of the other turns."""
+    operations, groups = evidence.operations(step), list[list[int]]()
+    for phase in (FORWARD, BACKWARD):
+        for rows in evidence.operations_in(step, evidence.module_ranges.get((phase, around), ())):
+            called = Counter(operations[row].name for row in rows if operations[row].module == calls.module)
+            turns = max(called.values(), default=0)
+            own = defaultdict[str, list[int]](list)
+            for row in rows:
+                if operations[row].module == around:
+                    own[operations[row].name].append(row)
+            for alike in own.values():
+                each = round(len(alike) / max(turns, 1))
+                groups += [alike[at::each] for at in range(each) if turns > 1]
+    return groups
 
 
 def _repeated_calls(evidence: Evidence) -> Iterator[Cause]:

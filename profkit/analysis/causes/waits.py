@@ -30,11 +30,14 @@ from profkit.analysis.step_replay import World
 from profkit.analysis.step_replay.limits import OUTSIDE
 from profkit.analysis.step_replay.predict import StepChange
 from profkit.analysis.step_replay.steps import FROM_HOST, ReplayedStep
+from profkit.analysis.summary import WORTH
 from profkit.names import BACKWARD, FORWARD, LOSS
 from profkit.run.lines import LineTime
 
 _TRAINING = (".step", "backward")
 _READING = ("item", "tolist", "cpu", "numpy", "nonzero", "unique", "masked_select", "any", "all", "equal", "allclose")
+_FINDING = ("nonzero", "where", "masked_select", "argwhere")
+"""What finds rows waits until the host knows how many there are."""
 _CHECKING = ("any", "all", "equal", "allclose", "isnan", "isfinite", "isinf")
 """Methods and functions whose line does nothing but check: what it computes goes with its wait."""
 _READING_FUNCTIONS = ("torch.", "F.", "float", "int", "bool", "print")
@@ -70,6 +73,7 @@ def _waits(evidence: Evidence) -> Iterator[Cause]:
         is_batch = _moves_to_gpu(evidence, line) and line.waits < _SEVERAL_MOVES
         if is_own and line.waits >= 1 and not trains and not is_batch and not saves_on_cpu(line):
             waits.append(replace(line, called=line.waits_in or line.called))
+    each: list[tuple[LineTime, Cause]] = []
     for lines in _group_adjacent(waits):
         line = max(lines, key=lambda line: line.waits)
         count = sum(line.waits for line in lines)
@@ -82,9 +86,8 @@ def _waits(evidence: Evidence) -> Iterator[Cause]:
             if is_loop
             else _stop_reading(evidence, lines)
         )
-        # x.sum().item, whose name is ….item, is written .item().
-        name = "a call" if line.called is None else line.called.removeprefix("…") + "()"
-        yield Cause(
+        name = _name_call(line)
+        cause = Cause(
             code="waits",
             cause=f"{name} copies tensors from the GPU"
             if of_tensors
@@ -97,6 +100,42 @@ def _waits(evidence: Evidence) -> Iterator[Cause]:
             edit=edit,
             evidence={"waits": count, "waiting_ns": sum(line.waiting_ns for line in lines)},
         )
+        each.append((line, cause))
+        yield cause
+    yield from _waits_together(evidence, each)
+
+
+def _waits_together(evidence: Evidence, each: Sequence[tuple[LineTime, Cause]]) -> Iterator[Cause]:
+    """Lines of which none saves anything alone: as long as one of them waits, the host cannot run ahead of the GPU.
+
+    The outermost of them is named.
+    """
+    causes = [cause for _, cause in each if cause.changes]
+    if len(causes) < 2 or any(_saves(evidence, cause.changes) for cause in causes):
+        return
+    changes = [change for cause in causes for change in cause.changes]
+    if _saves(evidence, changes):
+        line, cause = min(each, key=lambda one: len([*evidence.call_tree.callers_of(one[0])]))
+        count = sum(waiting.waits for waiting, _ in each)
+        others = "another line" if len(each) == 2 else f"{len(each) - 1} more lines"
+        yield replace(
+            cause,
+            cause=f"{_name_call(line)} and {others} wait for the GPU",
+            detail=f", {name_times(count)}",
+            changes=changes,
+            edit=None,
+            evidence={name: sum(float(one.evidence[name]) for one in causes) for name in cause.evidence},
+        )
+
+
+def _name_call(line: LineTime) -> str:
+    """Return what a line calls: ``x.sum().item``, whose name is ``….item``, is written ``.item()``."""
+    return "a call" if line.called is None else line.called.removeprefix("…") + "()"
+
+
+def _saves(evidence: Evidence, changes: Sequence[StepChange]) -> bool:
+    after_ns = evidence.expect_after(changes)
+    return after_ns is not None and evidence.now_ns - after_ns > WORTH * evidence.now_ns
 
 
 def _group_adjacent(lines: Iterable[LineTime]) -> Iterator[list[LineTime]]:
@@ -134,6 +173,8 @@ def _stop_reading(evidence: Evidence, lines: Sequence[LineTime]) -> tuple[str, S
     computing = [*_stop_computing(evidence, places)] if line.method in _READING else []
     change = "compute and read it" if computing else "keep the value on the GPU, and read it"
     change += " every 50 steps or so"
+    if line.method in _FINDING:
+        change = "torch.where over all rows, or products with a mask: they ask for no number of rows"
     if _name_inside(line):
         change = f"see what {line.inside} reads there: an argument or a setting may spare it"
     if _scales_gradients(line):
