@@ -30,6 +30,8 @@ from profkit.names import BACKWARD, INFERENCE, LOSS, OPTIMIZER, kind_of
 from profkit.run.lines import LineTime
 
 _FUSED_CHAIN: By = {"least": 0.8, "expected": 1.2, "most": 2.2}
+_FUSED_ACTIVATION: By = {"least": 0.2, "expected": 0.7, "most": 2.0}
+"""An activation of torch's own keeps the type of its numbers, which those that are written out make larger."""
 _FUSED_REDUCTION: By = {"least": 1.0, "expected": 2.2, "most": 4.0}
 _ONE_HOT_LOSS = "the loss is a product with a one-hot matrix", "F.cross_entropy of the targets' numbers"
 _WRITTEN_LOSS = "the loss is written out", "F.cross_entropy, which has label_smoothing, weight and ignore_index"
@@ -123,7 +125,7 @@ def _find_written_loss(evidence: Evidence, step: ReplayedStep) -> Cause | None:
         detail=f": {len(large)} passes over its matrix of scores in forward",
         module=times_ns.most_common(1)[0][0],
         change=change,
-        changes=[fuse(choose, _size_of_one_hot if is_one_hot else _size_of_fused(is_reducing=True))],
+        changes=[fuse(choose, _size_of_one_hot if is_one_hot else _size_of_fused(_FUSED_REDUCTION))],
         evidence={"kernels": sum(map(len, own)), "time_ns": sum(one.duration_ns for run in own for one in run)},
     )
 
@@ -280,7 +282,8 @@ def _fuse_chain(evidence: Evidence, code: str, place: ChainPlace, runs: Sequence
     is_reducing = any(one.category == "reduction" for one in longest)
     if code == "cross-entropy" and _is_one_hot(longest):
         return fuse(choose, _size_of_one_hot)
-    size = _size_of_loop if code == "loop" and _are_short(longest) else _size_of_fused(is_reducing=is_reducing)
+    factors = _FUSED_ACTIVATION if code == "activation" else _FUSED_REDUCTION if is_reducing else _FUSED_CHAIN
+    size = _size_of_loop if code == "loop" and _are_short(longest) else _size_of_fused(factors)
     return fuse(choose, size, compiled=code == "chain")
 
 
@@ -383,12 +386,11 @@ def _are_short(run: Run) -> bool:
     return median(one.duration_ns for one in run) < _SHORT_NS
 
 
-def _size_of_fused(*, is_reducing: bool) -> Callable[[World, Sequence[int]], float]:
+def _size_of_fused(factors: By) -> Callable[[World, Sequence[int]], float]:
     """Return how long one kernel in place of a chain takes: it reads its input and writes its output once.
 
     The chain's shortest kernel of those that handle as many numbers does as much; with a reduction it reads twice.
     """
-    factors = _FUSED_REDUCTION if is_reducing else _FUSED_CHAIN
 
     def size(world: World, durations: Sequence[int]) -> float:
         least_ns = _LARGE * max(durations)

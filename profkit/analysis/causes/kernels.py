@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
+from bisect import bisect
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from itertools import takewhile
 
 from profkit.analysis.causes.changes import (
@@ -63,6 +64,8 @@ _IN_FP32: By = {"least": 0.1, "expected": 0.5, "most": 0.8}
 _FUSED_IN_HALF: By = {"least": 0.5, "expected": 0.9, "most": 1.5}
 _FUSED_IN_FP32: By = {"least": 1.2, "expected": 1.8, "most": 2.5}
 """What fused attention takes of the time of its two products: in fp32 there is no flash kernel."""
+_AROUND_SCORES: By = {"least": 0.5, "expected": 0.8, "most": 1.0}
+"""What is left of the small kernels of a module that projects, too: 0.76 of `nn.MultiheadAttention`'s on an H200."""
 _CAUSAL: By = {"least": 0.25, "expected": 0.4, "most": 0.65}
 """What fused attention takes that skips hidden keys, of its time with a mask; cuDNN's on an H200 0.38 and 0.41."""
 _ADDED_AT_ONCE: By = {"least": 0.1, "expected": 0.4, "most": 0.8}
@@ -363,22 +366,36 @@ def _written_attention(evidence: Evidence) -> Iterator[Cause]:
     if not modules:
         return
 
-    def chooses(*categories: str) -> Callable[[Operation], bool]:
-        return lambda one: one.module in modules and one.category in categories and one.phase != OPTIMIZER
+    def chooses(*categories: str) -> Choose:
+        def choose(step: ReplayedStep) -> list[int]:
+            found = [one for module in modules for one in _of_scores(evidence.operations(step), module)]
+            return [one.at for one in found if one.category in categories]
 
+        return choose
+
+    def choose_others(step: ReplayedStep) -> list[int]:
+        of_scores = set(chain(step))
+        own = (one for one in evidence.operations(step) if one.module in modules and one.phase != OPTIMIZER)
+        return [one.at for one in own if one.category in SMALL and one.at not in of_scores]
+
+    assert evidence.step is not None
     chain, products = chooses(*SMALL), chooses("gemm")
-    small = [one for one in evidence.kernels if chain(one)]
-    is_in_fp32 = any(product_dtype(one.name) is not None for one in evidence.kernels if products(one))
+    small = [evidence.operations(evidence.step)[at] for at in chain(evidence.step)]
+    multiplied = [evidence.operations(evidence.step)[at] for at in products(evidence.step)]
+    is_in_fp32 = any(product_dtype(one.name) is not None for one in multiplied)
+    projects = bool(choose_others(evidence.step))
     yield Cause(
         code="attention",
         cause="attention is written out",
         detail=f": {len(small)} kernels write and read the matrix of scores",
         module=_busiest(small),
-        change="F.scaled_dot_product_attention",
+        change="F.scaled_dot_product_attention"
+        + ", which need_weights=False of nn.MultiheadAttention takes" * projects,
         changes=[
-            remove_operations(evidence.choose(chain), NOTHING, "which kernel runs"),
+            remove_operations(chain, NOTHING, "which kernel runs"),
+            *([remove_operations(choose_others, _AROUND_SCORES, "which copies go")] * projects),
             scale_operations(
-                evidence.choose(products),
+                products,
                 _FUSED_IN_FP32 if is_in_fp32 else _FUSED_IN_HALF,
                 "how fast fused attention is",
             ),
@@ -395,6 +412,28 @@ def _is_attention(own: Sequence[Operation]) -> bool:
         return False
     at = kinds.index("softmax")
     return "gemm" in kinds[:at] and "gemm" in kinds[at:]
+
+
+def _of_scores(operations: Sequence[Operation], module: str) -> list[Operation]:
+    """Return what a module that is attention does with scores: all but the optimizer's, unless it projects, too.
+
+    Then it is what lies between the product that makes scores and that which reads them; in backward, with both of the
+    products on either side.
+    """
+    own = [one for one in operations if one.module == module and one.phase != OPTIMIZER]
+    forward = Counter(one.category for one in own if one.phase != BACKWARD)
+    if forward["gemm"] <= 2 * forward["softmax"]:
+        return own
+    chosen: dict[int, Operation] = {}
+    products = [at for at, one in enumerate(own) if one.category == "gemm"]
+    for at, one in enumerate(own):
+        if one.category == "softmax":
+            sides = 2 if one.phase == BACKWARD else 1
+            after = bisect(products, at)
+            before, behind = products[max(0, after - sides) : after], products[after : after + sides]
+            inside = range(before[-1] if before else at, (behind[0] if behind else at) + 1)
+            chosen |= {each: own[each] for each in (*before, *inside, *behind)}
+    return [chosen[at] for at in sorted(chosen)]
 
 
 def attention_modules(evidence: Evidence) -> frozenset[str]:
