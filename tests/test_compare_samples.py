@@ -303,6 +303,8 @@ def test_each_difference_of_origin_is_named_and_whether_it_disturbs(tmp_path: Pa
     module = make_run(tmp_path / "module", {"target": "python -m train.py", "argv": ["python", "-m", "train"]})
     pairs |= {f"a script with {name}": (scripts["lr 1"], scripts[name]) for name in ("lr 2", "eval")}
     pairs["a module and itself"] = module, module
+    one, four = ({"processes": [{"process": "1", "step": "optimizer", "step_times": times}]} for times in (1, 4))
+    pairs["steps and iterations"] = make_run(tmp_path / "steps", one), make_run(tmp_path / "iterations", four)
     # What one side lacks is unknown, which is no difference.
     bare = write_steps(tmp_path / "bare.sqlite", [SMALL_STEP, SMALL_STEP])
     on_cpu = {"device": "cpu", "gpu": None, "driver": None, "versions.cuda": None}

@@ -358,6 +358,7 @@ _DISTURBING: dict[str, Callable[[Manifest], object]] = {
     "CUDA": lambda run: run.versions.get("cuda"),
     "device": lambda run: run.device,
     "workload": lambda run: _program(run) or None,
+    "how many steps are one": lambda run: None if run.first is None else run.first.step_times,
     "batch": lambda run: run.workload.batch,
     "context": lambda run: run.workload.context,
     "contexts": lambda run: run.workload.contexts or None,
