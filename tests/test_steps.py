@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
@@ -13,7 +14,8 @@ from torch import nn
 
 from profkit.capture.steps import policy as steps_module
 from profkit.capture.steps import variable_names
-from profkit.capture.steps.policy import Boundaries, StepPolicy
+from profkit.capture.steps.policy import MOST_IN_ITERATION, Boundaries, StepPolicy, is_in_training
+from profkit.run.recording import StepChoice, describe_step
 
 
 class Graph:
@@ -40,6 +42,12 @@ class Script:
                 self.policy.optimizer_left()
             if not word.endswith("<"):
                 self._note(getattr(self.policy, f"{what}_ends")(*given[: what != "capture"]))
+
+    def roll_out(self) -> None:
+        """Ask the model in training mode without gradients."""
+        self.play("call:Linear<")
+        self.policy.note_inference()
+        self.play(">call:Linear")
 
     def _note(self, number: int | None) -> None:
         if number is not None:
@@ -232,6 +240,151 @@ def test_code_that_a_compiler_made_and_calls_is_no_model(script: Script, monkeyp
     own = torch.fx.symbolic_trace(nn.Linear(1, 1))
     assert not script.policy.is_compilers(own)
     assert not script.policy.is_compilers(nn.Linear(1, 1))
+
+
+@pytest.fixture
+def trained(script: Script) -> Script:
+    """A script with an optimizer, of which iterations are looked for."""
+    script.has_optimizer = script.policy.finds_iterations = True
+    return script
+
+
+def _iterate(script: Script, *lengths: int, program: str = TRAIN) -> list[int]:
+    """Play an iteration of each length, which begins with a rollout, and return the numbers of the steps."""
+    before = len(script.made)
+    for length in lengths:
+        script.roll_out()
+        script.play(program, length)
+    return script.made[before:]
+
+
+@pytest.mark.parametrize("length", [2, 4, MOST_IN_ITERATION])
+def test_an_iteration_is_the_step_from_the_third_rollout_on(trained: Script, length: int) -> None:
+    assert _iterate(trained, length, length) == list(range(2 * length + 1))
+    assert (trained.policy.times, trained.policy.may_iterate) == (1, True)
+    assert _iterate(trained, length, length, length) == [1, 2, 3], "counting begins anew"
+    assert (trained.policy.times, trained.policy.may_iterate) == (length, False)
+    # An iteration that is found stays one, whatever it holds.
+    assert _iterate(trained, length - 1, length + 1) == [4, 5]
+
+
+@pytest.mark.parametrize(
+    "lengths",
+    [
+        (1,) * 20,  # each step asks, as one does of a teacher
+        (MOST_IN_ITERATION + 1,) * 4,
+        (4, 3, 4, 5),
+        (5,),  # evaluated twice
+    ],
+)
+def test_rollouts_in_each_step_or_now_and_then_make_no_iteration(trained: Script, lengths: tuple[int, ...]) -> None:
+    assert _iterate(trained, *lengths, 20) == list(range(sum(lengths) + 21))
+    assert trained.policy.times == 1
+
+
+def test_an_iteration_may_come_until_the_next_rollout_is_missed(trained: Script) -> None:
+    _iterate(trained, 4)
+    assert not trained.policy.may_iterate, "one rollout shows no length"
+    _iterate(trained, 4)
+    assert trained.policy.may_iterate
+    trained.play(TRAIN)
+    assert not trained.policy.may_iterate
+    _iterate(trained, MOST_IN_ITERATION + 3, 2)
+    assert not trained.policy.may_iterate, "that late nobody waits for it"
+
+
+@pytest.mark.parametrize("keeps", ["finds_iterations", "settle", "thread", "choice"])
+def test_no_iteration_is_looked_for_where(trained: Script, keeps: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody wants it, the recording has begun, another thread asks the model, or a person chose."""
+    if keeps == "finds_iterations":
+        trained.policy.finds_iterations = False
+    elif keeps == "settle":
+        trained.policy.settle()
+    elif keeps == "choice":
+        trained.policy = StepPolicy("optimizer")
+        trained.policy.finds_iterations = True
+    else:
+        of_policy = trained.policy.note_inference
+        monkeypatch.setattr(trained.policy, "note_inference", lambda: _in_thread(of_policy))
+    trained.play(TRAIN)
+    assert _iterate(trained, 4, 4, 4, 4) == list(range(2, 18))
+    assert trained.policy.times == 1
+
+
+def _in_thread(call: Any) -> None:
+    thread = threading.Thread(target=call)
+    thread.start()
+    thread.join()
+
+
+def test_another_kind_of_steps_has_no_iterations_until_it_shows_its_own(script: Script) -> None:
+    script.policy.finds_iterations = True
+    _iterate(script, 2, 2, 2, 2, program="backward")
+    assert (script.policy.times, script.policy.what_counts()) == (2, ("backward", ()))
+    script.has_optimizer = True
+    assert _iterate(script, 3, 3) == [1, 2, 3, 4, 5, 6]
+    assert script.policy.times == 1
+    _iterate(script, 3, 3)
+    assert script.policy.times == 3
+
+
+def test_each_of_several_optimizers_counts_once_in_a_round_of_an_iteration(trained: Script) -> None:
+    _iterate(trained, 4, 4, 4, program=f"{TRAIN} optimizer:AdamW")
+    assert trained.policy.times == 4
+    assert trained.policy.what_counts() == ("optimizer", ("SGD", "AdamW"))
+
+
+@pytest.mark.parametrize("kind", ["optimizer*4", "optimizer:SGD*4", "SGD*4", "backward*8"])
+def test_several_of_what_a_person_chose_are_one_step_from_the_start(kind: str) -> None:
+    chosen = Script(StepPolicy(kind))
+    chosen.play("call:Linear backward backward optimizer:SGD", 15)
+    assert chosen.made == [0, 1, 2, 3]
+    assert chosen.policy.times == int(kind.rpartition("*")[2])
+
+
+def test_a_choice_of_several_is_read_and_refused_where_it_says_nothing() -> None:
+    assert StepChoice.parse("optimizer*4") == StepChoice("optimizer", None, 4)
+    assert StepChoice.parse("call:Encoder*2") == StepChoice("call", "Encoder", 2)
+    assert StepChoice.parse("AdamW*12") == StepChoice("optimizer", "AdamW", 12)
+    assert StepChoice.parse("backward*1") == StepChoice("backward")
+    for wrong in (
+        "optimizer*0",
+        "optimizer*",
+        "optimizer*-1",
+        "optimizer*x",
+        "optimizer*2*2",
+        "*4",
+        "whole*2",
+        "call:*2",
+    ):
+        with pytest.raises(ValueError, match=r"write one of .*; optimizer\*4 makes a step of four"):
+            StepChoice.parse(wrong)
+
+
+@pytest.mark.parametrize(
+    ("step", "names", "said"),
+    [
+        ("optimizer", ("Adam",), "4 steps of the optimizer Adam"),
+        ("optimizer", ("actor", "critic"), "4 steps each of the optimizers actor and critic"),
+        ("backward", (), "4 backward passes"),
+        ("replay", (), "4 replays of a CUDA graph"),
+        ("generate", ("Llama",), "4 calls of Llama.generate"),
+        ("call", ("encoder",), "4 calls of encoder"),
+        ("call", (), "4 calls"),
+    ],
+)
+def test_a_step_of_several_reads_as_plain_english(step: str, names: tuple[str, ...], said: str) -> None:
+    assert describe_step(step, names, 4) == said
+
+
+def test_a_model_is_in_training_as_its_own_mode_says() -> None:
+    model = nn.Linear(1, 1)
+    wrapped = nn.DataParallel(model)
+    assert is_in_training(model)
+    assert is_in_training(wrapped)
+    model.eval()
+    assert not is_in_training(wrapped), "the wrapper was not told"
+    assert not is_in_training(nn.ReLU()), "it has nothing to train"
 
 
 class Loop:

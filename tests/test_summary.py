@@ -232,6 +232,8 @@ def test_the_parts_come_from_the_replay_if_it_takes_as_long_as_the_measured_step
 
 def test_the_sentence_names_what_sets_the_pace_and_its_line() -> None:
     assert describe_answer(SUMMARY, NOTHING) == "A step takes 10.00 ms: for 6.000 ms Python keeps the GPU waiting."
+    iterates = replace(SUMMARY, head=replace(SUMMARY.head, iteration="4 steps of the optimizer Adam"))
+    assert describe_answer(iterates, NOTHING).startswith("A step (4 steps of the optimizer Adam) takes 10.00 ms: for")
     tree = replace(TREE, parts=(replace(TREE.parts[0], line=RANDN), *TREE.parts[1:]))
     said = describe_answer(replace(SUMMARY, tree=tree), NOTHING)
     assert said == "A step takes 10.00 ms: for 5.000 ms train.py:30 main: torch.randn keeps the GPU waiting."

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -18,9 +19,10 @@ from profkit.capture.changes.trial import _find_evidence
 from profkit.cli.edits import _find_tries
 from profkit.launch import trials as launched
 from profkit.run.directory import TRIALS, Run
+from profkit.run.manifest import Workload
 from tests.forked_scripts import Forks
 from tests.in_process import names_in
-from tests.training_scripts import training_of_ranks
+from tests.training_scripts import training, training_of_ranks
 
 SCRIPT = """
 import json, sys, torch
@@ -230,6 +232,21 @@ def test_a_run_is_tried_again_by_its_own_command_and_calls_add_up(forks: Forks, 
     assert "optimizer:foreach" in again.stdout
     assert [len(call.processes) for call in Run(tmp_path / "run").trials] == [2, 2]
     assert names_in(tmp_path / "run") == ["manifest.json", TRIALS]
+
+
+def test_trials_take_for_a_step_what_the_recording_did(forks: Forks, tmp_path: Path) -> None:
+    asks = "if number % 4 == 0:\n    with torch.no_grad():\n        model(torch.ones(2, 4))"
+    (tmp_path / "script.py").write_text(training(240, asks))
+    forks.check_profkit("run", "--no-lines", "-o", "run", "--", sys.executable, "script.py", cwd=tmp_path)
+    manifest = Run(tmp_path / "run").manifest
+    assert (manifest.workload.step_on, manifest.step_on) == (None, "optimizer*4")
+    forks.check_profkit("try", "run", "--processes", "1", "--edit", "optimizer:foreach", cwd=tmp_path)
+    (call,) = Run(tmp_path / "run").trials
+    for process in call.processes:
+        assert process.measured is not None
+        first, second, *_ = process.measured.losses
+        assert first - second == pytest.approx(4 * 8, abs=0.1), "each step of the optimizer lowers the loss by 8"
+    assert replace(manifest, workload=Workload(step_on="backward")).step_on == "backward", "a person's word counts more"
 
 
 def test_after_ctrl_c_what_was_measured_is_kept(forks: Forks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -121,8 +121,9 @@ class Session:
         self._name = f"{self._pid}" if self._rank is None else f"rank{self._rank}"
         self._records = self.run / name_of_rank(COMPILED, self._rank or 0)
         self._compiled = CompiledCode(self.hooks, self._records)
-        is_usual = order.warmup_steps == COMMAND_WARMUP and not (order.within or order.own_steps)
-        self.hooks.steps.finds_iterations = is_usual and order.recorder in ("none", "kineto", "nsys")
+        self._is_usual = order.warmup_steps == COMMAND_WARMUP and not (order.within or order.own_steps)
+        """Whether nobody said which steps are recorded."""
+        self.hooks.steps.finds_iterations = self._is_usual and order.recorder in ("none", "kineto", "nsys")
         self._plan_steps()
         self._begun = -1
         self._start_ns = 0
@@ -146,11 +147,10 @@ class Session:
 
     def _plan_steps(self) -> None:
         """Choose the first timed step, the first recorded one and the one after the last."""
-        self._first, self._enough = self.order.warmup_steps, _ENOUGH_TIMED
-        if self.hooks.steps.times > 1 and self._first == COMMAND_WARMUP:
-            self._first, self._enough = 1 + _ENOUGH_ITERATIONS + 1, _ENOUGH_ITERATIONS
         # The first steps build what later ones have: kernels, optimizer state, the allocator's pool.
-        untimed = _UNTIMED if self.hooks.steps.times == 1 else 1
+        untimed, self._first, self._enough = _UNTIMED, self.order.warmup_steps, _ENOUGH_TIMED
+        if self.hooks.steps.times > 1 and self._is_usual:
+            untimed, self._first, self._enough = 1, 1 + _ENOUGH_ITERATIONS + 1, _ENOUGH_ITERATIONS
         self._first_timed = max(1, min(untimed, self._first - self._enough))
         self._end = None if self.order.steps is None else self._first + self.order.steps
 

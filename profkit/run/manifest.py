@@ -381,6 +381,7 @@ class Manifest:
 
     @property
     def first(self) -> Process | None:
+        """Return the first process that was recorded, or else the first; its steps stand for the run's."""
         return min(self.processes, key=lambda process: not process.is_recorded, default=None)
 
     def of_rank(self, rank: int) -> Manifest:

@@ -68,7 +68,7 @@ WORDS = (*(f"{word}:NAME" for word in _NAMED), "backward", "replay", "generate",
 class StepChoice:
     """A person's choice of what a step is; ``name`` is that of the optimizer, module or function, None for any.
 
-    ``times`` of what it names make one step together.
+    ``times`` of what it names make one step together: ``optimizer*4``.
     """
 
     word: str

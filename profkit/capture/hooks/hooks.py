@@ -52,7 +52,7 @@ from profkit.capture.hooks.range_log import LiveLog, watch_script_ranges
 from profkit.capture.patches import restore
 from profkit.capture.steps.conditions import UsedOptimizers, autocast_dtypes
 from profkit.capture.steps.data_loading import DataLoading
-from profkit.capture.steps.policy import Boundaries, StepPolicy, has_parameters, is_loss_module
+from profkit.capture.steps.policy import Boundaries, StepPolicy, has_parameters, is_in_training, is_loss_module
 from profkit.capture.steps.times import PhaseClock
 from profkit.names import (
     BACKWARD,
@@ -382,10 +382,7 @@ class Hooks(RangeObserver):
         if not module.training and not torch.is_grad_enabled():
             self.has_evaluated_without_autocast |= not autocast_dtypes()
         opened.root = call
-        phase = self._phase_of_call(
-            is_loss=is_loss, is_training=module.training and not is_loss, has_grad=torch.is_grad_enabled()
-        )
-        self._begin_phase(FORWARD, phase)
+        self._begin_phase(FORWARD, self._phase_of_call((module,), has_grad=torch.is_grad_enabled()))
         self._watcher.call_begins(module, args, name)
         if self.on_call is not None:
             self.on_call(kwargs)
@@ -408,9 +405,7 @@ class Hooks(RangeObserver):
                 self.name_model(model)
             part = self.names.part(model)
             self._watcher.call_begins(model, (), None if part is None else part.name)
-        is_loss, is_training = all(map(is_loss_module, models)), all(model.training for model in models)
-        phase = self._phase_of_call(is_loss=is_loss, is_training=is_training and not is_loss, has_grad=has_grad)
-        self._begin_phase(models, phase)
+        self._begin_phase(models, self._phase_of_call(models, has_grad=has_grad))
 
     @_harmless
     def calls_end(self, models: Sequence[nn.Module]) -> None:
@@ -436,16 +431,14 @@ class Hooks(RangeObserver):
         opened.open(call, call.name, call)
         return call
 
-    def _phase_of_call(self, *, is_loss: bool, is_training: bool, has_grad: bool) -> str:
+    def _phase_of_call(self, models: Sequence[nn.Module], *, has_grad: bool) -> str:
         phase = self._generation.next_phase()
-        if phase is not None:
-            return phase
         # What the script itself calls its forward pass is one, with gradients or without.
-        if not has_grad and not is_first_pass() and not self.on_thread.ranges.has_range(FORWARD):
-            if is_training:
-                self.steps.note_inference()
-            return INFERENCE
-        return LOSS if is_loss else FORWARD
+        if phase is None and (has_grad or is_first_pass() or self.on_thread.ranges.has_range(FORWARD)):
+            return LOSS if all(map(is_loss_module, models)) else FORWARD
+        if not has_grad and any(map(is_in_training, models)):
+            self.steps.note_inference()
+        return phase or INFERENCE
 
     @_harmless
     def _backward_begins(self, key: object, tensors: Any) -> None:

@@ -62,6 +62,8 @@ class StepPolicy:
         self._is_settled = False
         self._thread: int | None = None
         """The one whose steps count, None for all."""
+        self._thread_of_step: int | None = None
+        """The one that ended the last step."""
         self._is_postponed = False
         self._rounds = [Round() for _ in StepKind]
         self._functions: dict[str, _Function] = {}
@@ -126,6 +128,8 @@ class StepPolicy:
         """The model was called in training mode without gradients: from this step on, an iteration may be the step."""
         if not self.finds_iterations or self._choice is not None or self._is_settled or self.times > 1:
             return
+        if self._thread_of_step not in (None, threading.get_ident()):
+            return  # another thread asks it at its own pace, which says nothing of the steps
         self._iterations.note(self._number)
         if self._iterations.length is not None:
             self.times = self._left = self._iterations.length
@@ -273,6 +277,7 @@ class StepPolicy:
             is_other = kind is not self._kind and not (self._is_settled and self._number > 0)
             if is_other and self._kind is not None and self._choice is None:
                 self.times, self._left, self._iterations = 1, 1, Iterations()
+            self._thread_of_step = threading.get_ident()
             self._left -= 1
             if self._left:
                 return None
@@ -356,6 +361,11 @@ def _is_torchs_loss(kind: type[nn.Module]) -> bool:
 def _is_called_loss(kind: type[nn.Module]) -> bool:
     name = kind.__name__.lower()
     return "loss" in name or "criterion" in name
+
+
+def is_in_training(module: nn.Module) -> bool:
+    """Return whether a module is a model in training mode; what wraps it need not know the mode."""
+    return has_parameters(module) and unwrap(module).training
 
 
 def has_parameters(module: nn.Module) -> bool:
