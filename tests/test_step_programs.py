@@ -16,6 +16,7 @@ import pytest
 
 from profkit.run.manifest import Process
 from profkit.run.recording import (
+    COMMAND_WARMUP,
     COMPLETE,
     CUT_SHORT,
     NOT_REACHED,
@@ -34,13 +35,15 @@ pytest.importorskip("torch")
 
 from profkit import read_trace
 from profkit.analysis.time_account import measured_ranges
+from profkit.capture.session import Session
 from profkit.launch import passes
 from profkit.launch.passes import Outcome, find_another_try, why_no_step, why_not_twice
 from profkit.run.recording import describe_step
 from tests.forked_scripts import Forks
 from tests.golden import check_text
 from tests.in_process import check_profkit, ended, manifest_of
-from tests.training_scripts import training
+from tests.test_steps import TRAIN, Script
+from tests.training_scripts import training, training_of_ranks
 
 PLAIN = """
 import torch
@@ -114,6 +117,14 @@ OUTCOMES = {
     "2 steps": _outcome(_made(2)),
     "1 step": _outcome(_made(1)),
     "11 steps": _outcome(_made(11)),
+    "5 iterations": _outcome(replace(_made(5), step_times=4)),
+    "5 iterations of one rank alone": Outcome(
+        Order("run", "kineto", 5, 3),
+        0,
+        tuple(replace(_made(9), rank=rank, state=COMPLETE, step_times=4 - 3 * rank) for rank in range(2)),
+        (),
+        None,
+    ),
     "5 steps, cut short": _outcome(replace(_made(5), state=CUT_SHORT)),
     "7 backward passes": _outcome(_made(0, None, backward=7, **{"call:Net": 7})),
     "2 calls": _outcome(_made(0, None, **{"call:Net": 2})),
@@ -148,6 +159,129 @@ def test_what_a_second_run_records_and_what_is_said_without_one() -> None:
     for word, *names in (*STEPS, ("generate", "Llama")):
         text += f"{describe_step(word, tuple(names))}\n"
     check_text("another-try", text)
+
+
+def test_what_a_second_run_would_choose_stands_among_the_options_that_are_named() -> None:
+    iterations, backwards = (find_another_try(OUTCOMES[name]) for name in ("5 iterations", "7 backward passes"))
+    assert iterations is not None
+    assert backwards is not None
+    assert iterations.options == "--warmup 2 --steps 3 --step-on 'optimizer*4'"
+    assert backwards.options == "--warmup 2 --steps 3 --step-on backward"
+    chosen = find_another_try(_outcome(replace(_made(5), step_times=4), step_on="optimizer:Adam*4"))
+    assert chosen is not None
+    assert (chosen.options, chosen.order.step_on) == ("--warmup 2 --steps 3", "optimizer:Adam*4")
+
+
+ROLLOUT = """if number % 4 == 0:
+    with torch.no_grad():
+        {asks}
+"""
+GENERATES = """class Model(nn.Linear):
+    @torch.no_grad()
+    def generate(self, x):
+        return self(self(x))
+
+model = Model(4, 4)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)"""
+METRIC = "class Metric(nn.Module):\n    def forward(self, x):\n        return x.mean()"
+
+
+def _rolls_out(steps: int, asks: str = "model(torch.ones(2, 4))", before: str = "") -> str:
+    script = training(steps, ROLLOUT.format(asks=asks))
+    return script.replace("for number", f"{before}\nfor number")
+
+
+@pytest.mark.parametrize(
+    ("script", "times"),
+    [
+        (_rolls_out(60), 4),
+        (_rolls_out(60, "model.generate(torch.ones(2, 4))", GENERATES), 4),
+        (_rolls_out(60, "torch.ones(2, 4)"), 1),
+        (_rolls_out(60, "model.eval()(torch.ones(2, 4)), model.train()"), 1),
+        (_rolls_out(60, "Metric()(loss)", METRIC), 1),
+    ],
+    ids=["rollout", "generate", "nothing", "evaluation", "metric"],
+)
+def test_an_iteration_that_begins_with_a_rollout_is_one_step(
+    tmp_path: Path, record: Record, script: str, times: int
+) -> None:
+    done = record(script, "--no-lines")
+    (process,) = manifest_of(tmp_path / "run")["processes"]
+    assert (process["step"], process["step_times"]) == ("optimizer", times)
+    assert ("A step (4 steps of the optimizer SGD) takes" in done.stdout) == (times == 4)
+    assert ("A step is 4 steps of the optimizer SGD (--step-on" in done.stdout) == (times == 4)
+    paths = _paths(tmp_path)
+    assert (paths["step *"], paths["step */optimizer"], paths["step */backward"]) == (3, 3 * times, 3 * times)
+
+
+def test_a_program_with_few_iterations_runs_again_and_counts_them_from_the_start(
+    tmp_path: Path, record: Record
+) -> None:
+    done = record(_rolls_out(32), "--no-lines")
+    assert "it runs again with --warmup 2 --steps 3 --step-on 'optimizer*4'" in done.stderr
+    manifest = manifest_of(tmp_path / "run")
+    (process,) = manifest["processes"]
+    assert (process["step_times"], process["steps_seen"]) == (4, 5)
+    assert manifest["workload"]["step_on"] == "optimizer*4"
+    assert _paths(tmp_path)["step */inference"] == 3
+
+
+def test_ranks_of_which_one_alone_is_asked_count_alike_in_a_second_run(tmp_path: Path, forks: Forks) -> None:
+    asks = ROLLOUT.format(asks="model.module(torch.ones(2, 4))")
+    alone = f"if distributed.get_rank() == 0:\n{indent(asks, ' ' * 4)}"
+    (tmp_path / "script.py").write_text(training_of_ranks(60, alone))
+    words = ["run", "-o", "run", "--no-lines", "--nproc-per-node", "2", "--", sys.executable, "script.py"]
+    done = forks.check_profkit(*words, cwd=tmp_path)
+    assert "its ranks disagree on how many steps make an iteration; it runs again and counts each" in done.stderr
+    manifest = manifest_of(tmp_path / "run")
+    assert [process["step_times"] for process in manifest["processes"]] == [1, 1]
+    assert manifest["workload"]["step_on"] == "optimizer"
+
+
+def _session(place: Path, lengths: list[int], **order: Any) -> Process:
+    """Return what a session leaves of a program whose rollouts have these distances."""
+    session = Session(Order(str(place), "none", **{"warmup_steps": COMMAND_WARMUP, "steps": 3, **order}))
+    script = Script(session.hooks.steps)
+    script.has_optimizer = True
+    for length in lengths:
+        for at in range(length):
+            if at == 0:
+                script.roll_out()
+            script.play(TRAIN)
+            for number in script.made:
+                session.boundary(number)
+            script.made.clear()
+    session.end()
+    (process,) = take_processes(place)
+    return process
+
+
+@pytest.mark.parametrize(
+    ("lengths", "order", "times", "seen", "timed"),
+    [
+        # One iteration passes, five are timed, and one passes before those that are recorded.
+        ([4] * 30, {}, 4, 10, 6),
+        ([4] * 30, {"step_on": "optimizer*4"}, 4, 10, 6),
+        ([12] * 30, {}, 12, 10, 6),  # its third rollout comes later than the usual recording
+        ([9, 50], {}, 1, 23, 17),  # the recording waits for a third rollout, and begins without
+        ([5, 5, 50], {}, 5, 10, 6),
+        ([5, 50], {}, 1, 17, 11),
+        ([4] * 30, {"warmup_steps": 5}, 1, 8, 4),
+        ([4] * 30, {"warmup_steps": 5, "step_on": "optimizer*4"}, 4, 8, 4),
+        ([4] * 30, {"within": True}, 1, 17, 11),
+        ([4] * 30, {"within": True, "step_on": "optimizer*4"}, 4, 17, 11),
+    ],
+)
+def test_of_iterations_fewer_are_timed_before_the_recorded_ones(
+    tmp_path: Path, lengths: list[int], order: dict[str, Any], times: int, seen: int, timed: int
+) -> None:
+    process = _session(tmp_path, lengths, **order)
+    assert (process.state, process.step_times, process.steps_seen) == (COMPLETE, times, seen)
+    assert (len(process.attached), len(process.profiled)) == (timed, 3)
+
+
+def test_a_recording_of_memory_looks_for_no_iterations(tmp_path: Path) -> None:
+    assert not Session(Order(str(tmp_path), "memory", COMMAND_WARMUP, 3)).hooks.steps.finds_iterations
 
 
 def test_what_runs_after_the_last_complete_step_is_no_step(tmp_path: Path, record: Record) -> None:

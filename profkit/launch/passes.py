@@ -11,6 +11,7 @@ import difflib
 import itertools
 import os
 import re
+import shlex
 import shutil
 import signal
 import stat
@@ -409,7 +410,20 @@ def find_another_try(outcome: Outcome) -> AnotherTry | None:
     order, processes = outcome.order, outcome.processes
     if outcome.exit_status != 0 or order.recorder == "oom" or not processes or processes[0].failure is not None:
         return None
-    return _better_order(order, processes[0])
+    return _count_alike(order, processes) or _better_order(order, processes[0])
+
+
+def _count_alike(order: Order, processes: Sequence[Process]) -> AnotherTry | None:
+    """Return how all ranks count the same steps; None if they did. One of them alone may have had rollouts."""
+    step = processes[0].step
+    if step is None or len({process.step_times for process in processes if process.rank is not None}) <= 1:
+        return None
+    return AnotherTry(
+        replace(order, step_on=step),
+        "its ranks disagree on how many steps make an iteration",
+        f"and counts each: {describe_step(step)}",
+        f"--step-on {step}",
+    )
 
 
 def _better_order(order: Order, first: Process) -> AnotherTry | None:
@@ -426,7 +440,7 @@ def _better_order(order: Order, first: Process) -> AnotherTry | None:
         return None
     step, made = _steps_made(first)
     if made and (order.step_on is None or first.step is not None):
-        return _shortened(replace(order, step_on=order.step_on or first.iteration or step), made)
+        return _shortened(order, made, first.iteration or step)
     if order.step_on is not None:
         return None
     return AnotherTry(
@@ -445,14 +459,17 @@ def _steps_made(process: Process) -> tuple[str | None, int]:
     return strongest, 0 if strongest is None else process.seen[strongest]
 
 
-def _shortened(order: Order, made: int) -> AnotherTry:
+def _shortened(order: Order, made: int, step: str | None) -> AnotherTry:
+    """Return how to record some of the ``made`` steps, each of which is a ``step``; None if these are found again."""
     fits = 0 if order.steps is None else made - order.steps - (order.flops != "no") - _LEFT_FOR_LINES
     warmup = min(order.warmup_steps, max(fits, _SHORT_WARMUP), made - 1)
     steps = made - warmup if order.steps is None else min(order.steps, made - warmup)
     options = f"--warmup {warmup} --steps {steps}"
+    if order.step_on is None and step is not None:
+        options += f" --step-on {shlex.quote(step)}"
     few = "1 step" if made == 1 else f"{made} steps"
     return AnotherTry(
-        replace(order, warmup_steps=warmup, steps=steps),
+        replace(order, warmup_steps=warmup, steps=steps, step_on=order.step_on or step),
         f"it made {few}, too few for --warmup {order.warmup_steps}",
         f"with {options}",
         options,
