@@ -72,7 +72,7 @@ def record(
         warmup: how many steps pass before the recorded ones.
         lines: look for the lines of source behind the steps' time.
         step_on: what ends a step, as ``profkit run --step-on`` takes it: ``whole``, the block is one step;
-            ``call:NAME``, ``optimizer:NAME``, ``backward``, ``replay``, ``generate``.
+            ``call:NAME``, ``optimizer:NAME``, ``backward``, ``replay``, ``generate``; ``optimizer*4``, four are one.
 
     Raises:
         UsageError: an argument is off.

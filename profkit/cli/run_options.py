@@ -136,7 +136,8 @@ add_options = together(
         "--step-on",
         metavar="KIND",
         help="What a step is, if profkit finds the wrong one: optimizer:NAME, call:NAME (class, variable "
-        "or decorated function), backward, replay (of a CUDA graph), generate, or whole (the whole program).",
+        "or decorated function), backward, replay (of a CUDA graph), generate, or whole (the whole program); "
+        "'optimizer*4' makes a step of four.",
     ),
     click.option(
         "--depth",
