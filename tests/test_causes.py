@@ -1610,6 +1610,13 @@ def test_what_backward_runs_outside_of_unknown_modules_is_no_single_places(tmp_p
     assert ("with backward" in advice.cause) == bool(own)
 
 
+def test_where_no_step_can_be_replayed_lines_that_wait_are_no_causes(tmp_path: Path) -> None:
+    lines = [line(2 * MS, called="boxes.tolist", waits=1), line(MS, called="loss.item", line=50, waits=1)]
+    result = equal_steps(python(MS)).write(tmp_path, lines)
+    assert result.tries == ()
+    assert (result.nothing or "").startswith("Nothing is predicted: ")
+
+
 def test_of_a_line_that_converts_and_moves_its_wait_is_that_of_the_move(tmp_path: Path) -> None:
     program = equal_steps(within("forward", *WAITS))
     for waits_in, is_said in ((None, "x.float() waits for the GPU"), ("….to", None), ("….item", ".item() waits for")):

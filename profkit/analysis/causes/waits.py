@@ -111,7 +111,7 @@ def _waits_together(evidence: Evidence, each: Sequence[tuple[LineTime, Cause]]) 
     The outermost of them is named.
     """
     causes = [cause for _, cause in each if cause.changes]
-    if len(causes) < 2 or any(_saves(evidence, cause.changes) for cause in causes):
+    if evidence.replay is None or len(causes) < 2 or any(_saves(evidence, cause.changes) for cause in causes):
         return
     changes = [change for cause in causes for change in cause.changes]
     if _saves(evidence, changes):
