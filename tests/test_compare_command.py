@@ -16,7 +16,7 @@ from profkit.analysis.placing.attribution import Attribution
 from profkit.errors import UsageError
 from profkit.reading import _open_trace, open_capture
 from profkit.report.commands.compare import VIEWS, describe_difference, describe_differences
-from profkit.run.directory import MANIFEST, NSYS_EXPORT, SNAPSHOT
+from profkit.run.directory import NSYS_EXPORT, SNAPSHOT
 from profkit.run.lines import LineSteps, RunLines, write_lines
 from tests.conftest import ROOT
 from tests.golden import check_transcript
@@ -80,18 +80,6 @@ def test_each_way_of_asking_prints_what_it_did(runs: tuple[Path, Path], tmp_path
     check_transcript("compare", [("compare", *words) for words in calls])
     with pytest.raises(UsageError, match="differ in precision"):
         compare(*runs)
-
-
-def test_iterations_are_not_compared_with_single_steps(runs: tuple[Path, Path], tmp_path: Path) -> None:
-    several = Path(shutil.copytree(runs[0], tmp_path / "several"))
-    manifest = json.loads((several / MANIFEST).read_text())
-    manifest["processes"] = [{"step": "optimizer", "step_times": 4}]
-    (several / MANIFEST).write_text(json.dumps(manifest))
-    single = Path(shutil.copytree(several, tmp_path / "single"))
-    (single / MANIFEST).write_text(json.dumps({**manifest, "processes": [{"step": "optimizer"}]}))
-    with pytest.raises(UsageError, match=r"differ in steps taken as one \(--step-on\)"):
-        compare(single, several)
-    compare(several, several)
 
 
 def test_each_pair_of_runs_is_compared_as_it_was(tmp_path: Path) -> None:

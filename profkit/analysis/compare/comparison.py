@@ -363,7 +363,6 @@ _DISTURBING: dict[str, Callable[[Manifest], object]] = {
     "context": lambda run: run.workload.context,
     "contexts": lambda run: run.workload.contexts or None,
     "passes": lambda run: run.workload.passes,
-    "steps taken as one (--step-on)": lambda run: None if run.first is None else run.first.step_times,
     "precision (autocast)": lambda run: run.workload.dtype or find_condition(run, "autocast_dtypes"),
     "float32 matmul precision (tf32)": lambda run: find_condition(run, "float32_matmul_precision"),
     "cuBLAS tf32": lambda run: find_condition(run, "cuda_matmul_allow_tf32", "cuda_matmul_fp32_precision"),
