@@ -125,6 +125,13 @@ OUTCOMES = {
         (),
         None,
     ),
+    "9 iterations, and a process of a rank without steps": Outcome(
+        Order("run", "kineto", 5, 3),
+        0,
+        (Process(rank=0, state=COMPLETE, step="optimizer", step_times=4), Process(rank=0, state=NOT_REACHED)),
+        (),
+        None,
+    ),
     "5 steps, cut short": _outcome(replace(_made(5), state=CUT_SHORT)),
     "7 backward passes": _outcome(_made(0, None, backward=7, **{"call:Net": 7})),
     "2 calls": _outcome(_made(0, None, **{"call:Net": 2})),
@@ -267,6 +274,7 @@ def _session(place: Path, lengths: list[int], **order: Any) -> Process:
         ([5, 5, 50], {}, 5, 10, 6),
         ([5, 50], {}, 1, 17, 11),
         ([4] * 30, {"warmup_steps": 5}, 1, 8, 4),
+        ([4] * 60, {"warmup_steps": 20}, 4, 23, 17),  # so many of them pass as were asked for
         ([4] * 30, {"warmup_steps": 5, "step_on": "optimizer*4"}, 4, 8, 4),
         ([4] * 30, {"within": True}, 1, 17, 11),
         ([4] * 30, {"within": True, "step_on": "optimizer*4"}, 4, 17, 11),

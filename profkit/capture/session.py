@@ -121,9 +121,11 @@ class Session:
         self._name = f"{self._pid}" if self._rank is None else f"rank{self._rank}"
         self._records = self.run / name_of_rank(COMPILED, self._rank or 0)
         self._compiled = CompiledCode(self.hooks, self._records)
-        self._is_usual = order.warmup_steps == COMMAND_WARMUP and not (order.within or order.own_steps)
+        is_command = not (order.within or order.own_steps)
+        self._is_usual = is_command and order.warmup_steps == COMMAND_WARMUP
         """Whether nobody said which steps are recorded."""
-        self.hooks.steps.finds_iterations = self._is_usual and order.recorder in ("none", "kineto", "nsys")
+        may_wait = is_command and order.warmup_steps >= COMMAND_WARMUP
+        self.hooks.steps.finds_iterations = may_wait and order.recorder in ("none", "kineto", "nsys")
         self._plan_steps()
         self._begun = -1
         self._start_ns = 0

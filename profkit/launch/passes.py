@@ -416,7 +416,8 @@ def find_another_try(outcome: Outcome) -> AnotherTry | None:
 def _count_alike(order: Order, processes: Sequence[Process]) -> AnotherTry | None:
     """Return how all ranks count the same steps; None if they did. One of them alone may have had rollouts."""
     step = processes[0].step
-    if step is None or len({process.step_times for process in processes if process.rank is not None}) <= 1:
+    ranks = [process for process in processes if process.rank is not None and process.step is not None]
+    if step is None or len({rank.step_times for rank in ranks}) <= 1:
         return None
     return AnotherTry(
         replace(order, step_on=step),
