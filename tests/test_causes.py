@@ -1911,6 +1911,9 @@ def test_how_much_of_rare_steps_a_line_has_is_said_unless_it_has_most(tmp_path: 
     padding = "operations.pad_across_processes._pad_across_processes"
     found = advise(replace(fit, error_ns=2 * MS, inside=padding), replace(fit, phase="backward"))
     assert found.change.startswith("preprocess_logits_for_metrics that returns classes")
+    found = advise(replace(fit, error_ns=2 * MS, inside="storage._StorageBase.cpu"), replace(fit, phase="backward"))
+    assert found.cause == "one step in 10 takes 40 ms longer, in trainer.fit, which saves a checkpoint"
+    assert found.change == "save checkpoints less often, or less of the state"
 
 
 def test_steps_that_become_shorter_say_that_the_timed_ones_were_warming_up(tmp_path: Path) -> None:

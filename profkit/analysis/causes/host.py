@@ -49,6 +49,8 @@ _GATHERING = (
     *("_pad_across_processes", "pad_across_processes", "gather", "gather_object", "concatenate"),  # of Accelerate
     *("nested_concat", "nested_numpify", "torch_pad_and_concatenate", "numpy_pad_and_concatenate"),  # of Transformers
 )
+_SAVING = ("serialization.", "storage._StorageBase.cpu", "torch.save_file", "torch._evaluate_tensors", "torch._tobytes")
+"""Functions of torch, and of safetensors' torch.py, in which time goes by while a checkpoint is saved."""
 _MOST_OF_ROLLOUT = 8
 """What calls the model without gradients in one of so few steps or fewer is no evaluation: training needs it."""
 _MANY_READS, _READ_NS = 64, 40_000
@@ -278,6 +280,8 @@ def _rare_steps(evidence: Evidence) -> Iterator[Cause]:
         what, change = f"in {name} itself", "evaluate, save or log less often, or less of it"
         if any(map(_reads_classes, evidence.lines_of_rare_steps)) or _gathers_outputs(rare.line):
             change = f"preprocess_logits_for_metrics that returns classes: no scores are gathered; or {change}"
+        if _saves(rare.line):
+            what, change = f"in {name}, which saves a checkpoint", "save checkpoints less often, or less of the state"
     cause, detail = f"{rare.which} {name_ms(rare.longer_ns)} longer", f", {what}"
     if not rare.is_explained:
         cause, detail = f"{cause}, {name_ms(rare.lines_ns)} of it {what}", ""
@@ -327,6 +331,11 @@ def _evaluates_in_fp32(evidence: Evidence) -> bool:
 def _reads_classes(line: LineTime) -> bool:
     """Whether a line computes metrics of Hugging Face's Trainer from scores of all classes, which come to the CPU."""
     return line.outer_function == "compute_metrics" and line.method == "argmax"
+
+
+def _saves(line: LineTime) -> bool:
+    """Whether a trainer's line mostly copies tensors to be saved, or writes them."""
+    return (line.inside or "").startswith(_SAVING)
 
 
 def _gathers_outputs(line: LineTime) -> bool:
