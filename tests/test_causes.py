@@ -683,6 +683,43 @@ def calls_trunk_again(calls: int) -> tuple[Program, dict[str, Any]]:
     return equal_steps(*one_pass * 2, wait), {**counted, "lines": [called]}
 
 
+def mixture(own: int, parts: int) -> tuple[Program, dict[str, Any]]:
+    """Return steps of a module that calls its activation, of ``parts`` kernels, in each of 32 turns of a loop.
+
+    Each turn has so many kernels of the module's own, too, and waits for the rows that it finds.
+    """
+    turn = launch(NVJET, 4_000, own), within("moe.act", launch(TANH, 4_000, parts)), wait
+    program = equal_steps(within("forward/model/moe", *turn * 32), launch(NVJET, MS), wait)
+    found = line(MS, "forward", "mask.nonzero", line=28, file="/code/model.py", waits=32, waiting_ns=MS // 2)
+    called = line(MS, "forward", "self.act", line=30, file="/code/model.py")
+    of_turns = ("moe", "mm", 29, MIB), ("moe", "nonzero", 28, MIB)
+    counted = works(*of_turns, independent_calls=[{"module": "moe.act", "calls": 32}])
+    return program, {**counted, "lines": [found, called]}
+
+
+def looped_outside(called: str | None = None, *, computes: bool = False) -> tuple[Program, dict[str, Any]]:
+    """Return steps of a loop outside of modules, each turn of which calls a function that waits for a value.
+
+    The loop calls ``called`` in the phase inference, too, if that is given, and computes itself or in the function.
+    """
+    turn = python(20_000), launch(ADD, 3_000, 4), launch(MUL, 3_000, 2), wait
+    program = equal_steps(within("forward", launch(NVJET, 100_000, 10)), *turn * 20, wait)
+    loop = {"file": "/code/loss.py", "function": "total", "caller": "/code/train.py:99 main"}
+    of_turn = {"file": "/code/model.py", "function": "forward", "caller": "/code/loss.py:20 total"}
+    if computes:
+        loop = of_turn = {**of_turn, "caller": "/code/train.py:99 main"}
+    lines = [
+        line(MS, called="x.max", line=60, waits=20, waiting_ns=MS // 2, **of_turn),
+        line(MS, called="x.min", line=61, **of_turn),
+        line(3 * MS // 2, called="torch.stack", line=21, **loop),
+        replace(line(2 * MS, called="area", line=20, **loop), is_caller=True),
+        replace(line(7 * MS // 2, called="total", line=99), is_caller=True),
+    ]
+    if called is not None:
+        lines.append(replace(line(MS // 9, "inference", called, line=22, **loop), is_caller=True))
+    return program, {**works(("", "max", 60, MIB), ("", "min", 61, MIB)), "lines": lines}
+
+
 OUTER_SCAN = "void at::native::tensor_kernel_scan_outer_dim<long, unsigned int, std::plus<long> >(long*)"
 INDEXING = (
     "void (anonymous namespace)::indexing_backward_kernel_stride_1<float>(long const*, long const*, float const*)"
@@ -731,6 +768,41 @@ def sliced(slices: int, *, are_copied: bool = True) -> Program:
     return equal_steps(
         within("forward/model/head", launch(NVJET, MS)), within("backward/model/head", *one * slices), wait
     )
+
+
+def attends(*, projects: bool) -> Program:
+    """Return steps of four blocks of attention that is written out, with a copy and a sum around it in each pass.
+
+    With ``projects`` the module itself makes queries, keys and values of what it is given, and its output, too.
+    """
+    projection = [launch(NVJET, 100_000)] * projects
+    product, copied, added = launch(NVJET, 100_000), launch(LAYOUT, 50_000), launch(ADD, 50_000)
+    scores = [launch(name, 100_000) for name in (ADD, SOFTMAX, MUL)]
+    forward = [*projection, added, product, *scores, product, copied, *projection]
+    backward = [copied, *projection * 2, *[product] * 2, *scores[::-1], *[product] * 2, added, *projection * 2]
+    steps = [
+        within(f"{phase}/model/h.{block}/h.{block}.{module}", *kernels)
+        for phase, attention in (("forward", forward), ("backward", backward))
+        for block in range(4)
+        for module, kernels in (("attn", attention), ("mlp", [launch(NVJET, 200_000)]))
+    ]
+    return equal_steps(*steps, wait)
+
+
+def gated(layers: int) -> Program:
+    """Return steps of layers with a small kernel each, and of one gate of eight."""
+    layer = within("forward/model/layer", *[launch(NVJET, 50_000), launch(ADD, 100_000)] * layers)
+    return equal_steps(layer, within("forward/model/gate", launch(ADD, 100_000, 8)), launch(NVJET, 50_000), wait)
+
+
+def waits_together(*between: Action, python_ns: int) -> tuple[Program, dict[str, Any]]:
+    """Return steps with a wait in each of two lines, and with Python after them."""
+    inner = line(2 * MS, called="boxes.tolist", line=20, file="/code/boxes.py", waits=1, waiting_ns=2 * MS)
+    inner = replace(inner, caller="/code/train.py:60 main")
+    call = replace(line(2 * MS, called="match", line=60), is_caller=True)
+    outer = line(python_ns, called="loss.item", line=50, waits=1, waiting_ns=python_ns)
+    program = equal_steps(within("forward", launch(NVJET, 100_000, 20)), wait, *between, wait, python(python_ns))
+    return program, {"lines": [inner, outer, call]}
 
 
 def sigmoids(*backward: str, gate: int = 100_000) -> Program:
@@ -854,6 +926,8 @@ NEARLY: list[Case] = [
     ("python", made_in_python(), python_numbers("make_batch")),
     # Three parts of a batch that come from the host.
     ("waits", equal_steps(*[copy(50_000), wait, python(80_000)] * 3, FORWARD), {"lines": [MOVED_PARTS]}),
+    # Two lines wait, and without both of them the GPU takes as long.
+    ("waits", *waits_together(python_ns=10_000)),
     # What an optimizer's own step waits for it needs.
     ("waits", SCALED, {"lines": [replace(SCALER, inside="adam._get_value")]}),
     # Nothing comes after the copy, and the program waits for it itself.
@@ -899,6 +973,8 @@ NEARLY: list[Case] = [
     # Each call has work enough for the GPU, or needs the one before it.
     ("loop", *separate_calls(100_000)),
     ("loop", *separate_calls(4_000, is_independent=False)),
+    # Each turn asks the model what the next one computes with, as a rollout does.
+    ("loop", *looped_outside("self.model")),
     # What is outside of the phases in the line that calls the model goes with all of its launches.
     ("python", equal_steps(python(MS), within("forward", python(4 * MS), launch(NVJET, MS)), wait), CALLS_MODEL),
     ("repeated-call", *calls_trunk_again(1)),
@@ -986,6 +1062,9 @@ NEARLY: list[Case] = [
     ("garbage", *collects(STEPS, 1)),
     ("recompile", *compiles(is_again=False)),
     ("python", *compiles(is_again=False)),
+    # Most of what compiling saves is in the layers, or in one chain.
+    ("chain", gated(40), {}),
+    ("compile", gated(2), {}),
     ("launch-blocking", blocking_launches(blocks=True), {"conditions": {"launch_blocking": False}}),
     ("launch-blocking", blocking_launches(blocks=False), {"conditions": {"launch_blocking": True}}),
     # The GPU is busy, memory is full, or three passes are no power of two.
@@ -1103,6 +1182,12 @@ NAMED: dict[str, Case] = {
     "a loop with copies in it": ("loop", equal_steps(within("forward/model/act", *[*SUMS, move] * 20), wait), {}),
     "samples that torch puts together": ("loader", *stacks_samples("collate.default_collate")),
     "values that two lines compute and read": ("waits", *statistics(30, 31)),
+    "waits that cost only together": ("waits", *waits_together(python_ns=MS)),
+    "rows that are found": (
+        "waits",
+        equal_steps(within("forward", *WAITS)),
+        {"lines": [replace(MEAN, called="mask.nonzero")]},
+    ),
     "rows of an index that are added in order": ("gather", sums_rows(), works(("", "index", 70, MIB))),
     "rows of a mask that are added in order": (
         "gather",
@@ -1119,6 +1204,8 @@ NAMED: dict[str, Case] = {
     ),
     "a module that is called for each sample": ("loop", *separate_calls(4_000)),
     "a module that is called twice on one input": ("repeated-call", *calls_trunk_again(2)),
+    "a loop around a module": ("loop", *mixture(3, 1)),
+    "a loop around a module that has most of its kernels": ("loop", *mixture(1, 3)),
     "a block whose backward pass nobody needs": ("unread-gradients", *frozen(1, 1)),
     "cumulative sums over an outer axis": ("scan", scanned(3 * MS), works(("router", "cumsum", 65, MIB))),
     "figures for a log in a library's function": (
@@ -1181,6 +1268,8 @@ NAMED: dict[str, Case] = {
     "products of odd sizes": ("sizes", products(MISALIGNED), {}),
     **{f"padded products {said}": ("sizes", *counted_products(*how)) for said, how in PADDED.items()},
     "attention that is written out": ("attention", blocks("attn", *WRITTEN_OUT), {}),
+    "the same with sums and copies around it": ("attention", attends(projects=False), {}),
+    "the same in a module that projects": ("attention", attends(projects=True), {}),
     "attention with a causal mask": ("attention", blocks("attn", (FLASH, 500_000)), masks(causal=4)),
     "attention with a mask that hides nothing": ("attention", blocks("attn", (FLASH, 500_000)), masks(empty=4)),
     "two long steps of ten hide no cause": ("zero-grad", *zeroed([1.0] * 8 + [1.6, 3.0])),
@@ -1194,6 +1283,8 @@ NAMED: dict[str, Case] = {
         equal_steps(within("forward", python(MS), launch(NVJET, 100_000), *[python(30_000), launch(ADD, 3_000)] * 60)),
         {"lines": [line(MS, "forward", "sum"), line(3 * MS // 2, "forward", "x.pow", function="main.<genexpr>")]},
     ),
+    "a loop whose turns call a function": ("loop", *looped_outside()),
+    "a loop that computes itself, and asks the model, too": ("loop", *looped_outside("self.model", computes=True)),
     "a loop of cells": ("loop", loop_of_cells(70), {}),
     **{
         f"a loop that is written as an {kind}": ("loop", written_cells(*kernels), {})
@@ -1227,6 +1318,8 @@ NAMED: dict[str, Case] = {
     "launches of equal steps": ("launches", short_passes(160, 160, 160), {}),
     "small kernels": ("compile", passes_of(40_000), {}),
     "small kernels in a layer": ("compile", small_kernels(ADD), {}),
+    "a chain that is much of what compiling saves": ("chain", gated(10), {}),
+    "a chain that is nearly all that compiling saves": ("chain", gated(2), {}),
     # Graphs hold no recurrent layers; what stands beside them is fused.
     "small kernels beside late recurrent layers": ("compile", SMALL_BESIDE_RECURRENT, {}),
     # Compiling leaves the loss outside of the model as it is.
@@ -1276,6 +1369,10 @@ WITHOUT: dict[str, tuple[float, float | None]] = {
     "products beside bursts that no worker is slow for": (5 * MS / 7.4 + BURST_NS // 10, None),
     "a loop that reads its numbers one by one": (equal_steps(FORWARD, wait).lengths[0] + 100_000, 0.1),
     "a loop that moves tensors to the host": (equal_steps(FORWARD).lengths[0] + 0.05 * 40 * 50_000, 0.1),
+    "waits that cost only together": (20 * 101_000, 0.01),
+    # The kernels of all turns are one of each kind; the GPU does not wait between them.
+    "a loop around a module": (MS + 4 * 28_000, 0.02),
+    "a loop whose turns call a function": (10 * 101_000 + 20_000, 0.02),
     # Neither is waited for: only the GPU's 100 kernels are left.
     "the same with what it has copied from the GPU": (100 * 101_000, 0.02),
     "the same, and no line is late": (COPIED.lengths[0] - 2 * MS, 0.01),
@@ -1286,6 +1383,19 @@ WITHOUT: dict[str, tuple[float, float | None]] = {
     "padded products at 0.8 of the H200's 4.8 TB/s": (2 * MS + 1_042_000, 0.02),
     "padded products at 0.6 of the peak, for no neighbour shows a rate": (1.45 * MS + 674_000, 0.02),
     "padded products beside FLOPs that are not all products'": (2 * MS + 674_000, 0.02),
+    # Between the products of scores and of values nothing is left; fused attention takes 0.9 of these products.
+    "the same with sums and copies around it": (
+        attends(projects=False).lengths[0] - 4 * (6 * 101_000 + 4 * 51_000 + 0.1 * 6 * 100_000),
+        0.01,
+    ),
+    # Of what lies around them 0.8 are left.
+    "the same in a module that projects": (
+        attends(projects=True).lengths[0] - 4 * (6 * 101_000 + 0.2 * 4 * 50_000 + 0.1 * 6 * 100_000),
+        0.01,
+    ),
+    # It reads and writes 16-bit numbers, once.
+    "a chain in a module: activation": (4 * (201_000 + 70_000), 0.02),
+    "a chain that is much of what compiling saves": (gated(10).lengths[0] - 8 * 101_000 + 120_000, 0.02),
     "copies that undo the order of images": (4 * (MS + 1_000) + 13_000, 0.02),
     # In forward half of the products are large ones, in backward three of four; the others' layers run side by side.
     # The kernels of a cell's two passes, but for the sums, begin 1 µs after one another.
@@ -1608,6 +1718,40 @@ def test_what_backward_runs_outside_of_unknown_modules_is_no_single_places(tmp_p
     advice = by_code(program.write(tmp_path))["norm"]
     assert advice.evidence["kernels"] == 5 + own
     assert ("with backward" in advice.cause) == bool(own)
+
+
+def test_lines_of_which_one_saves_by_itself_are_no_waits_that_cost_only_together(tmp_path: Path) -> None:
+    waiting = replace(MEAN, called="x.max")
+    _, given = waits_together(python_ns=MS)
+    result = equal_steps(within("forward", *WAITS), wait, wait).write(tmp_path, [waiting, *given["lines"]])
+    assert [one.cause for one in result.tries if one.code == "waits"] == ["x.max() waits for the GPU, 8 times a step"]
+
+
+@pytest.mark.parametrize(("own", "parts", "module"), [(2, 1, "moe"), (1, 1, "moe.act"), (1, 3, "moe.act")])
+def test_a_loop_around_a_module_is_the_outer_ones_if_most_kernels_are(
+    tmp_path: Path, own: int, parts: int, module: str
+) -> None:
+    """What its lines wait for goes with it, as far as lines are known."""
+    program, given = mixture(own, parts)
+    found = by_code(program.write(tmp_path / "all", **given))["loop"]
+    assert found.module == module
+    alone = by_code(program.write(tmp_path / "alone", **{**given, "lines": []}))["loop"]
+    assert alone.module == module
+    assert (after(found)[1] < after(alone)[1]) == (module == "moe")
+
+
+def test_a_loop_is_named_where_its_turns_compute_unless_they_call_a_function(tmp_path: Path) -> None:
+    program, given = looped_outside()
+    others = [one for one in given["lines"] if not one.is_caller]
+    for name, lines, expected in (("calls", given["lines"], 20), ("computes", others, 60)):
+        found = by_code(program.write(tmp_path / name, **{**given, "lines": lines}))["loop"]
+        assert found.line is not None
+        assert found.line.line == expected
+
+
+def test_compiling_stands_behind_a_chain_if_it_adds_as_much_on_top(tmp_path: Path) -> None:
+    found = {layers: [one.code for one in gated(layers).write(tmp_path / str(layers)).tries] for layers in (2, 10, 40)}
+    assert found == {2: ["chain"], 10: ["chain", "compile"], 40: ["compile"]}
 
 
 def test_where_no_step_can_be_replayed_lines_that_wait_are_no_causes(tmp_path: Path) -> None:

@@ -823,6 +823,29 @@ def test_the_line_of_rare_steps_is_the_one_that_runs_in_no_other(run_with_lines:
     assert find(replace(collects, time_ns=400_000, error_ns=400_000)) is None
 
 
+def test_of_a_trainers_line_what_it_does_in_rare_steps_is_told_by_its_error() -> None:
+    """It runs in every step: training takes 3 ms of it, and an evaluation every ten steps 40 ms."""
+    usual, long = {"step_ns": 5_000_000}, {"step_ns": 45_000_000}
+    place = ("/me/train.py", 30, "main", "trainer.train")
+    outside = LineTime(*place, None, "main", 400, 7_000_000, 1_920_000, 0.0)
+    backward = LineTime(*place, "backward", "main", 400, 1_000_000, 20_000, 0.0)
+
+    def find(*lines: LineTime) -> RareSteps:
+        rare = find_rare_steps(RunLines(LineSteps((*[usual] * 9, long) * 4), lines))
+        assert rare is not None
+        return rare
+
+    rare = find(outside, backward)
+    assert rare.line is not None
+    assert rare.line.place == ("/me/train.py", 30)
+    assert rare.line.time_ns == pytest.approx(4_000_000, rel=0.02)
+    assert rare.is_explained
+    # Less than half of it is in rare steps, or no trainer runs: such a line calls what runs in every step.
+    for others in ((replace(outside, error_ns=1_000_000), backward), (outside,)):
+        rare = find(*others)
+        assert (rare.line, rare.lines_ns) == (None, 0)
+
+
 def test_what_rare_steps_do_in_several_phases_is_one_call(run_with_lines: Path) -> None:
     """Pictures are made by the model and written to files: the call that does both is the line, with all its time."""
     path, usual, long = run_with_lines / "lines.jsonl", {"step_ns": 5_000_000}, {"step_ns": 605_000_000}
