@@ -688,7 +688,8 @@ def mixture(own: int, parts: int) -> tuple[Program, dict[str, Any]]:
 
     Each turn has so many kernels of the module's own, too, and waits for the rows that it finds.
     """
-    turn = launch(NVJET, 4_000, own), within("moe.act", launch(TANH, 4_000, parts)), wait
+    kernels = [launch(name, 4_000) for name in (NVJET, ADD, MUL, SUM)[:own]]
+    turn = *kernels, within("moe.act", launch(TANH, 4_000, parts)), wait
     program = equal_steps(within("forward/model/moe", *turn * 32), launch(NVJET, MS), wait)
     found = line(MS, "forward", "mask.nonzero", line=28, file="/code/model.py", waits=32, waiting_ns=MS // 2)
     called = line(MS, "forward", "self.act", line=30, file="/code/model.py")
@@ -1727,7 +1728,9 @@ def test_lines_of_which_one_saves_by_itself_are_no_waits_that_cost_only_together
     assert [one.cause for one in result.tries if one.code == "waits"] == ["x.max() waits for the GPU, 8 times a step"]
 
 
-@pytest.mark.parametrize(("own", "parts", "module"), [(2, 1, "moe"), (1, 1, "moe.act"), (1, 3, "moe.act")])
+@pytest.mark.parametrize(
+    ("own", "parts", "module"), [(2, 1, "moe"), (4, 2, "moe"), (1, 1, "moe.act"), (1, 3, "moe.act")]
+)
 def test_a_loop_around_a_module_is_the_outer_ones_if_most_kernels_are(
     tmp_path: Path, own: int, parts: int, module: str
 ) -> None:

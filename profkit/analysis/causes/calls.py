@@ -160,9 +160,10 @@ def _group_turns(evidence: Evidence, step: ReplayedStep, calls: IndependentCalls
     """Return a module's own operations that each turn of its loop makes, each with those of the other turns."""
     operations, groups = evidence.operations(step), list[list[int]]()
     for phase in (FORWARD, BACKWARD):
+        parts = evidence.operations_in(step, evidence.module_ranges.get((phase, calls.module), ()))
+        firsts = [first for first, *_ in parts]
         for rows in evidence.operations_in(step, evidence.module_ranges.get((phase, around), ())):
-            called = Counter(operations[row].name for row in rows if operations[row].module == calls.module)
-            turns = max(called.values(), default=0)
+            turns = len({*firsts} & {*rows})
             own = defaultdict[str, list[int]](list)
             for row in rows:
                 if operations[row].module == around:
