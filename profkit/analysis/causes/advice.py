@@ -232,7 +232,7 @@ def _sort_by_effect(evidence: Evidence, causes: Sequence[Cause]) -> list[Cause]:
     def effect(cause: Cause) -> float:
         chains = [other for other in causes if other.code == "chain" and cause.code in _OF_MODELS]
         if cause.code in _COMPILING and (others or chains):
-            return _weight(evidence, cause, others + chains) / _TIMES_A_MEND
+            return _weight_on_top(evidence, cause, others + chains) / _TIMES_A_MEND
         return _weight(evidence, cause)
 
     return sorted(causes, key=lambda cause: (_changes_training(cause), -effect(cause)))
@@ -267,14 +267,12 @@ def _choose(evidence: Evidence, causes: Sequence[Cause]) -> list[Cause]:
     compiled = max((_weight(evidence, cause) for cause in causes if cause.code in _OF_MODELS), default=0.0)
     placed = [cause for cause in causes if cause.code == "chain" and _weight(evidence, cause) >= _MUCH_OF * compiled]
     while left and len(chosen) < MOST_TRIES:
-        weights = [_weight(evidence, cause, chosen) for cause in left]
+        weights = [_weight_on_top(evidence, cause, chosen) for cause in left]
         rank = [2 if cause in placed else _when_asked(cause, explained) for cause in left]
         best = max(range(len(left)), key=lambda at: (weights[at] > 0, rank[at], weights[at]))
         if weights[best] <= 0:
             break
         cause = left.pop(best)
-        if cause.code in _OF_MODELS and placed and weights[best] < _MUCH_OF * compiled:
-            continue
         if _holds(evidence, cause):
             chosen.append(cause)
             left = [other for other in left if not _is_same_waste(cause, other)]
@@ -305,6 +303,16 @@ def _weight(evidence: Evidence, cause: Cause, before: Sequence[Cause] = ()) -> f
     if cause.ends_run:
         return 2.0
     return max(_time_share(evidence, cause, before), _memory_share(evidence, cause))
+
+
+def _weight_on_top(evidence: Evidence, cause: Cause, before: Sequence[Cause]) -> float:
+    """Return the weight on top of others; compiling a model saves what their chains save no second time."""
+    weight = _weight(evidence, cause, before)
+    of_chains = [other for other in before if other.code == "chain" and cause.code in _OF_MODELS]
+    if not of_chains:
+        return weight
+    alone = _weight(evidence, cause) - sum(_weight(evidence, chain) for chain in of_chains)
+    return min(weight, alone) if alone > cause.worth else 0.0
 
 
 def _time_share(evidence: Evidence, cause: Cause, before: Sequence[Cause]) -> float:
