@@ -698,7 +698,9 @@ def mixture(own: int, parts: int) -> tuple[Program, dict[str, Any]]:
     return program, {**counted, "lines": [found, called]}
 
 
-def looped_outside(called: str | None = None, *, computes: bool = False) -> tuple[Program, dict[str, Any]]:
+def looped_outside(
+    called: str | None = None, *, computes: bool = False, is_librarys: bool = False
+) -> tuple[Program, dict[str, Any]]:
     """Return steps of a loop outside of modules, each turn of which calls a function that waits for a value.
 
     The loop calls ``called`` in the phase inference, too, if that is given, and computes itself or in the function.
@@ -717,7 +719,7 @@ def looped_outside(called: str | None = None, *, computes: bool = False) -> tupl
         replace(line(7 * MS // 2, called="total", line=99), is_caller=True),
     ]
     if called is not None:
-        lines.append(replace(line(MS // 9, "inference", called, line=22, **loop), is_caller=True))
+        lines.append(replace(line(MS // 9, "inference", called, line=22, **loop), is_caller=not is_librarys))
     return program, {**works(("", "max", 60, MIB), ("", "min", 61, MIB)), "lines": lines}
 
 
@@ -974,8 +976,9 @@ NEARLY: list[Case] = [
     # Each call has work enough for the GPU, or needs the one before it.
     ("loop", *separate_calls(100_000)),
     ("loop", *separate_calls(4_000, is_independent=False)),
-    # Each turn asks the model what the next one computes with, as a rollout does.
+    # Each turn asks the model what the next one computes with, as a rollout does; also one without code of one's own.
     ("loop", *looped_outside("self.model")),
+    ("loop", *looped_outside("self.model", is_librarys=True)),
     # What is outside of the phases in the line that calls the model goes with all of its launches.
     ("python", equal_steps(python(MS), within("forward", python(4 * MS), launch(NVJET, MS)), wait), CALLS_MODEL),
     ("repeated-call", *calls_trunk_again(1)),

@@ -306,7 +306,8 @@ def _asks_the_model(evidence: Evidence, looping: LineTime) -> bool:
 
     A line in it that calls most of the operators loops itself.
     """
-    tree, inference = evidence.call_tree, [line for line in evidence.facts.callers if line.phase == INFERENCE]
+    tree = evidence.call_tree
+    inference = [line for line in (*evidence.lines, *evidence.facts.callers) if line.phase == INFERENCE]
     own = [line for line in tree.under(looping) if next(tree.callers_of(line), None) is looping]
     functions = {(line.file, line.function) for line in own} & {(line.file, line.function) for line in inference}
     counts = Counter[bool]()
