@@ -103,7 +103,7 @@ SMALLEST_NS = 2_500
 _KEEPING_STACKS: Mapping[World, float] = {"least": 0.1, "expected": 0.25, "most": 0.6}
 """What is left of Python's time in passes when operations keep no stacks."""
 _CONVERSIONS = ("nchwtonhwc", "nhwctonchw")
-_OWN_NORM = "at::native::batch_norm"
+_OWN_NORM, _CHANNELS_LAST_NORM = "at::native::batch_norm", "channels_last_kernel"
 _CONVOLUTION = re.compile(r"conv(?!ert)|fprop|dgrad|wgrad|winograd", re.IGNORECASE)
 
 
@@ -140,7 +140,7 @@ def change_kernels(columns: StepColumns, setting: Setting) -> StepColumns:
 
 def is_norm_by_channel(name: str) -> bool:
     """Return whether a kernel is of torch's own batch norm, and reads images one channel at a time."""
-    return _OWN_NORM in name and "channels_last" not in name
+    return _OWN_NORM in name and _CHANNELS_LAST_NORM not in name
 
 
 @cache
@@ -312,7 +312,9 @@ def use_channels_last(columns: StepColumns, setting: Setting) -> StepColumns:
     """
     conversions = find_rows(columns, setting, lambda name, _: any(kind in name.lower() for kind in _CONVERSIONS))
     convolutions = _convolutions(columns, setting)
-    norms = find_rows(columns, setting, lambda _, category: category == "normalization")
+    norms = find_rows(
+        columns, setting, lambda name, category: category == "normalization" and _CHANNELS_LAST_NORM not in name
+    )
     own = [row for row in norms if is_norm_by_channel(setting.name(columns, row))]
     converted = [row for row in convolutions if conversions and "nhwc" in setting.name(columns, row).lower()]
     others = {*convolutions, *norms} - {*own, *converted}
