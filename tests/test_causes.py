@@ -1755,7 +1755,7 @@ def test_a_loop_is_named_where_its_turns_compute_unless_they_call_a_function(tmp
         assert found.line.line == expected
 
 
-def test_compiling_stands_behind_a_chain_if_it_adds_as_much_on_top(tmp_path: Path) -> None:
+def test_compiling_stands_behind_a_chain_by_what_it_saves_beside_it(tmp_path: Path) -> None:
     found = {layers: [one.code for one in gated(layers).write(tmp_path / str(layers)).tries] for layers in (2, 10, 40)}
     assert found == {2: ["chain"], 10: ["chain", "compile"], 40: ["compile"]}
 
