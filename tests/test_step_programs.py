@@ -245,15 +245,15 @@ def test_ranks_of_which_one_alone_is_asked_count_alike_in_a_second_run(tmp_path:
     assert manifest["workload"]["step_on"] == "optimizer"
 
 
-def _session(place: Path, lengths: list[int], **order: Any) -> Process:
-    """Return what a session leaves of a program whose rollouts have these distances."""
+def _session(place: Path, lengths: list[int], calls: int = 2, **order: Any) -> Process:
+    """Return what a session leaves of a program whose rollouts have these distances, and so many calls each."""
     session = Session(Order(str(place), "none", **{"warmup_steps": COMMAND_WARMUP, "steps": 3, **order}))
     script = Script(session.hooks.steps)
     script.has_optimizer = True
     for length in lengths:
         for at in range(length):
             if at == 0:
-                script.roll_out()
+                script.roll_out(calls)
             script.play(TRAIN)
             for number in script.made:
                 session.boundary(number)
@@ -270,6 +270,8 @@ def _session(place: Path, lengths: list[int], **order: Any) -> Process:
         ([4] * 30, {}, 4, 10, 6),
         ([4] * 30, {"step_on": "optimizer*4"}, 4, 10, 6),
         ([12] * 30, {}, 12, 10, 6),  # its third rollout comes later than the usual recording
+        ([16] * 30, {"calls": 8}, 16, 10, 6),  # and here its second, which a long first one promises
+        ([16] * 30, {}, 1, 17, 11),
         ([9, 50], {}, 1, 23, 17),  # the recording waits for a third rollout, and begins without
         ([5, 5, 50], {}, 5, 10, 6),
         ([5, 50], {}, 1, 17, 11),

@@ -14,7 +14,7 @@ from torch import nn
 
 from profkit.capture.steps import policy as steps_module
 from profkit.capture.steps import variable_names
-from profkit.capture.steps.policy import MOST_IN_ITERATION, Boundaries, StepPolicy, is_in_training
+from profkit.capture.steps.policy import MANY_CALLS, MOST_IN_ITERATION, Boundaries, StepPolicy, is_in_training
 from profkit.run.recording import StepChoice, describe_step
 
 
@@ -43,9 +43,9 @@ class Script:
             if not word.endswith("<"):
                 self._note(getattr(self.policy, f"{what}_ends")(*given[: what != "capture"]))
 
-    def roll_out(self) -> None:
+    def roll_out(self, calls: int = 2) -> None:
         """Ask the model in training mode without gradients."""
-        for _ in range(2):
+        for _ in range(calls):
             self.play("call:Linear<")
             self.policy.note_inference()
             self.play(">call:Linear")
@@ -295,8 +295,18 @@ def test_an_iteration_may_come_until_the_next_rollout_is_missed(trained: Script)
     assert not trained.policy.may_iterate
 
 
+@pytest.mark.parametrize("calls", [MANY_CALLS - 1, MANY_CALLS])
+def test_after_one_long_rollout_another_may_come(trained: Script, calls: int) -> None:
+    trained.play(TRAIN)
+    trained.roll_out(calls)
+    trained.play(TRAIN, MOST_IN_ITERATION)
+    assert trained.policy.may_iterate == (calls == MANY_CALLS)
+    trained.play(TRAIN)
+    assert not trained.policy.may_iterate
+
+
 def test_nobody_waits_for_late_iterations(trained: Script) -> None:
-    _iterate(trained, 15, 6, 3)
+    _iterate(trained, 23, 6, 3)
     assert trained.policy.may_iterate
     trained.play(TRAIN)
     assert not trained.policy.may_iterate

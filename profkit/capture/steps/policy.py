@@ -469,8 +469,10 @@ def _index(refs: list[ref[Any]], thing: Any) -> int | None:
     return next((at for at, member in enumerate(refs) if member() is thing), None)
 
 
-MOST_IN_ITERATION = 12
+MOST_IN_ITERATION = 16
 """Longer iterations are not looked for: three of them would take too many steps to see."""
+MANY_CALLS = 8
+"""A rollout calls the model so often, or more; what tries a model out does so once or twice."""
 
 
 class Iterations:
@@ -478,10 +480,14 @@ class Iterations:
 
     def __init__(self) -> None:
         self._begun: list[int] = []
+        self._calls = 0
+        """How often the model was asked in the last of these steps."""
 
     def note(self, step: int) -> None:
         if not self._begun or self._begun[-1] != step:
             self._begun.append(step)
+            self._calls = 0
+        self._calls += 1
 
     @property
     def length(self) -> int | None:
@@ -490,7 +496,12 @@ class Iterations:
         return second if first == second and 1 < second <= MOST_IN_ITERATION else None
 
     def may_come(self, step: int) -> bool:
-        """Return whether, as seen when ``step`` begins, it or the next ones may show the length."""
+        """Return whether, as seen when ``step`` begins, it or the next ones may show the length.
+
+        One rollout says that another may come, if it is long.
+        """
+        if len(self._begun) == 1:
+            return self._calls >= MANY_CALLS and step <= self._begun[0] + MOST_IN_ITERATION
         distance = self._distance(-2, -1)
         is_long = 1 < distance <= MOST_IN_ITERATION and step <= 2 * MOST_IN_ITERATION
         return is_long and self.length is None and step <= self._begun[-1] + distance
