@@ -45,6 +45,7 @@ _COMPILING = ("compile", "launches", "chain")
 """Causes that compiling removes: the model's is advised once, after a chain that is much of it."""
 _OF_MODELS = ("compile", "launches")
 _MUCH_OF = 0.4
+"""A chain that saves this share of what compiling does is named for its place, and before it."""
 _OF_LOOPS = ("launches", "activation", "chain")
 """Causes that go with a loop in the same module."""
 _TIMES_A_MEND = 4

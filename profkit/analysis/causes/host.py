@@ -280,7 +280,7 @@ def _rare_steps(evidence: Evidence) -> Iterator[Cause]:
         what, change = f"in {name} itself", "evaluate, save or log less often, or less of it"
         if any(map(_reads_classes, evidence.lines_of_rare_steps)) or _gathers_outputs(rare.line):
             change = f"preprocess_logits_for_metrics that returns classes: no scores are gathered; or {change}"
-        if _saves(rare.line):
+        if _saves_checkpoint(rare.line):
             what, change = f"in {name}, which saves a checkpoint", "save checkpoints less often, or less of the state"
     cause, detail = f"{rare.which} {name_ms(rare.longer_ns)} longer", f", {what}"
     if not rare.is_explained:
@@ -333,7 +333,7 @@ def _reads_classes(line: LineTime) -> bool:
     return line.outer_function == "compute_metrics" and line.method == "argmax"
 
 
-def _saves(line: LineTime) -> bool:
+def _saves_checkpoint(line: LineTime) -> bool:
     """Whether a trainer's line mostly copies tensors to be saved, or writes them."""
     return (line.inside or "").startswith(_SAVING)
 
