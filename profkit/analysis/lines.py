@@ -317,13 +317,12 @@ def _find_exclusive(found: RunLines, rare: int) -> tuple[list[LineTime], set[tup
     spread = _spread_of(rare, steps)
     known = [line for line in (*found.lines, *found.callers) if line.file and line.thread != "worker"]
     alone = [line for line in known if _varies_as_rare(line, spread)]
-    elsewhere = {line.place for line in known if line not in alone and line.samples > _STRAY}
-    trainers = lines_of_trainers(known)
-    mostly = [line for line in known if line.place in trainers and line not in alone]
+    others, trainers = [line for line in known if line not in alone], lines_of_trainers(known)
+    elsewhere = {line.place for line in others if line.samples > _STRAY}
     alone += [
         replace(line, time_ns=round(_most_added(line, spread)))
-        for line in mostly
-        if _most_added(line, spread) >= _COVERED * line.time_ns
+        for line in others
+        if line.place in trainers and _most_added(line, spread) >= _COVERED * line.time_ns
     ]
 
     def is_named(line: LineTime) -> bool:

@@ -176,11 +176,19 @@ class CallTree:
         """Return all lines that ran in what this one called, callers among them."""
         return self._under.get((caller.place, caller.phase, caller.thread), [])
 
+    def called_by(self, caller: LineTime) -> list[LineTime]:
+        """Return the lines of the functions that this one called itself: no further line had called them."""
+        return [line for line in self.under(caller) if next(self.callers_of(line), None) is caller]
+
+    def depth_of(self, line: LineTime) -> int:
+        """Return how many lines of the same phase had called this one, one in the other."""
+        return sum(1 for _ in self.callers_of(line))
+
     def most_of(self, caller: LineTime, among: Collection[LineTime] | None = None) -> LineTime:
         """Return the innermost line, of these if any are given, with over half of what this one takes, or itself."""
         lines = self.under(caller) if among is None else [line for line in self.under(caller) if line in among]
         most = [line for line in lines if 2 * line.own_ns > caller.own_ns]
-        return max(most, key=lambda line: len([*self.callers_of(line)]), default=caller)
+        return max(most, key=self.depth_of, default=caller)
 
 
 def lines_of_trainers(lines: Iterable[Placed]) -> frozenset[tuple[str | None, int]]:

@@ -98,9 +98,9 @@ def _separate_calls(evidence: Evidence) -> Iterator[Cause]:
     """A module is called for each sample, say, though none of these calls needs what another of them made."""
     if evidence.step is None or evidence.work is None:
         return
-    durations = evidence.step.columns.duration_ns
+    step, durations = evidence.step, evidence.step.columns.duration_ns
     for calls in evidence.work.independent_calls:
-        groups = _group_alike(evidence, evidence.step, calls)
+        groups = _group_alike(evidence, step, calls)
         times_ns = [durations[row] for group in groups for row in group]
         if not times_ns:
             continue
@@ -108,9 +108,10 @@ def _separate_calls(evidence: Evidence) -> Iterator[Cause]:
         def choose(step: ReplayedStep, calls: IndependentCalls = calls) -> list[list[int]]:
             return _group_alike(evidence, step, calls)
 
-        loop = _loop_around(evidence, calls)
-        if loop is not None:
-            yield loop
+        around = calls.module.rpartition(".")[0]
+        turns = _group_turns(evidence, step, calls, around)
+        if sum(map(len, turns)) > len(times_ns):
+            yield _describe_loop_around(evidence, calls, around, [*groups, *turns])
             continue
         yield Cause(
             code="loop",
@@ -126,21 +127,19 @@ def _separate_calls(evidence: Evidence) -> Iterator[Cause]:
         )
 
 
-def _loop_around(evidence: Evidence, calls: IndependentCalls) -> Cause | None:
-    """Return the loop of the module that makes these calls, if most that its turns compute is operations of its own.
+def _describe_loop_around(
+    evidence: Evidence, calls: IndependentCalls, around: str, groups: Sequence[Sequence[int]]
+) -> Cause:
+    """Return the loop of the module that makes these calls, where its turns compute most themselves.
 
     So a mixture calls its experts one by one: what it selects, multiplies and adds for each is in the loop, too.
     """
-    around = calls.module.rpartition(".")[0]
     assert evidence.step is not None
 
     def choose(step: ReplayedStep) -> list[list[int]]:
         return [*_group_alike(evidence, step, calls), *_group_turns(evidence, step, calls, around)]
 
-    own = sum(map(len, _group_turns(evidence, evidence.step, calls, around)))
-    times_ns = [evidence.step.columns.duration_ns[row] for group in choose(evidence.step) for row in group]
-    if 2 * own <= len(times_ns):
-        return None
+    times_ns = [evidence.step.columns.duration_ns[row] for group in groups for row in group]
     here = [line for line in evidence.operator_lines if line.path and kind_of(line.path[-1]) == around]
     places = {(line.file, line.line) for line in here}
     waiting = [line for line in evidence.lines if line.place in places and line.waits >= calls.calls]

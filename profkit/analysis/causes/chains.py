@@ -298,7 +298,7 @@ def _find_call_that_loops(evidence: Evidence, phase: str) -> LineTime | None:
 
     calls = [line for line in evidence.facts.callers if line.thread == "main" and (line.phase or OUTSIDE) == phase]
     most = [call for call in calls if call.place not in evidence.trainer_lines and is_most(call)]
-    return max(most, key=lambda call: len([*tree.callers_of(call)]), default=None)
+    return max(most, key=tree.depth_of, default=None)
 
 
 def _asks_the_model(evidence: Evidence, looping: LineTime) -> bool:
@@ -306,9 +306,8 @@ def _asks_the_model(evidence: Evidence, looping: LineTime) -> bool:
 
     A line in it that calls most of the operators loops itself.
     """
-    tree = evidence.call_tree
     inference = [line for line in (*evidence.lines, *evidence.facts.callers) if line.phase == INFERENCE]
-    own = [line for line in tree.under(looping) if next(tree.callers_of(line), None) is looping]
+    own = evidence.call_tree.called_by(looping)
     functions = {(line.file, line.function) for line in own} & {(line.file, line.function) for line in inference}
     counts = Counter[bool]()
     for line in evidence.operator_lines:
@@ -321,8 +320,7 @@ def _find_line(evidence: Evidence, phase: str, looping: LineTime | None) -> Sour
     """Return the line that calls most operators; of a loop whose turns call functions, the costliest of its own."""
     called = evidence.find_operator_line(None, lambda line: line.count)
     if looping is not None:
-        tree = evidence.call_tree
-        own = [line for line in tree.under(looping) if next(tree.callers_of(line), None) is looping]
+        own = evidence.call_tree.called_by(looping)
         longest = max(own, key=lambda line: line.time_ns, default=None)
         if longest is not None and longest.is_caller and called is not None and called.function != longest.function:
             return source_line(longest)

@@ -115,7 +115,7 @@ def _waits_together(evidence: Evidence, each: Sequence[tuple[LineTime, Cause]]) 
         return
     changes = [change for cause in causes for change in cause.changes]
     if _saves(evidence, changes):
-        line, cause = min(each, key=lambda one: len([*evidence.call_tree.callers_of(one[0])]))
+        line, cause = min(each, key=lambda one: evidence.call_tree.depth_of(one[0]))
         count = sum(waiting.waits for waiting, _ in each)
         others = "another line" if len(each) == 2 else f"{len(each) - 1} more lines"
         yield replace(
