@@ -723,6 +723,12 @@ def looped_outside(
     return program, {**works(("", "max", 60, MIB), ("", "min", 61, MIB)), "lines": lines}
 
 
+def rolled_out_unseen(phase: str) -> Program:
+    """Return steps of a loop outside of modules beside a pass in this phase, of which no line was seen."""
+    turn = python(20_000), launch(ADD, 3_000, 4), launch(MUL, 3_000, 2), wait
+    return equal_steps(within(phase, launch(NVJET, 100_000)), *turn * 20, within("forward", launch(NVJET, MS)), wait)
+
+
 OUTER_SCAN = "void at::native::tensor_kernel_scan_outer_dim<long, unsigned int, std::plus<long> >(long*)"
 INDEXING = (
     "void (anonymous namespace)::indexing_backward_kernel_stride_1<float>(long const*, long const*, float const*)"
@@ -979,6 +985,7 @@ NEARLY: list[Case] = [
     # Each turn asks the model what the next one computes with, as a rollout does; also one without code of one's own.
     ("loop", *looped_outside("self.model")),
     ("loop", *looped_outside("self.model", is_librarys=True)),
+    ("loop", rolled_out_unseen("inference"), {}),
     # What is outside of the phases in the line that calls the model goes with all of its launches.
     ("python", equal_steps(python(MS), within("forward", python(4 * MS), launch(NVJET, MS)), wait), CALLS_MODEL),
     ("repeated-call", *calls_trunk_again(1)),
@@ -1288,6 +1295,7 @@ NAMED: dict[str, Case] = {
         {"lines": [line(MS, "forward", "sum"), line(3 * MS // 2, "forward", "x.pow", function="main.<genexpr>")]},
     ),
     "a loop whose turns call a function": ("loop", *looped_outside()),
+    "a loop of which no line was seen": ("loop", rolled_out_unseen("forward"), {}),
     "a loop that computes itself, and asks the model, too": ("loop", *looped_outside("self.model", computes=True)),
     "a loop of cells": ("loop", loop_of_cells(70), {}),
     **{

@@ -232,8 +232,9 @@ def _describe_chains(evidence: Evidence, chains: Mapping[ChainPlace, Sequence[Ru
     if code in ("norm", "chain") and _compares_pairs(evidence, module):
         code, what, change = _PAIRS
     runs = [run for chain in chains.values() for run in chain]
-    looping = _find_call_that_loops(evidence, phase) if code == "loop" and module is None else None
-    if looping is not None and _asks_the_model(evidence, looping):
+    is_outside = code == "loop" and module is None
+    looping = _find_call_that_loops(evidence, phase) if is_outside else None
+    if is_outside and _asks_the_model(evidence, looping):
         return None
     backward = " with backward" if any(run[0].phase == BACKWARD for run in runs) else ""
     return Cause(
@@ -301,11 +302,13 @@ def _find_call_that_loops(evidence: Evidence, phase: str) -> LineTime | None:
     return max(most, key=tree.depth_of, default=None)
 
 
-def _asks_the_model(evidence: Evidence, looping: LineTime) -> bool:
+def _asks_the_model(evidence: Evidence, looping: LineTime | None) -> bool:
     """Return whether a loop is a rollout's: each turn needs what the model says of the one before.
 
-    A line in it that calls most of the operators loops itself.
+    A line in it that calls most of the operators loops itself. Without lines it may be one if the step asks the model.
     """
+    if looping is None:
+        return not evidence.lines and any(one.phase == INFERENCE for one in evidence.kernels)
     inference = [line for line in (*evidence.lines, *evidence.facts.callers) if line.phase == INFERENCE]
     own = evidence.call_tree.called_by(looping)
     functions = {(line.file, line.function) for line in own} & {(line.file, line.function) for line in inference}
