@@ -582,10 +582,11 @@ def waits_in_bursts(
     return program, {**given, "loader": loader, "attached": {"steps": steps}}
 
 
-def restarts(start_ns: int, batches: int = 10) -> tuple[Program, dict[str, Any]]:
-    """Return steps whose workers make batches of 1 ms in time, and are started anew for every ten batches."""
+def restarts(start_ns: int, batches: int = 10, *, stay: bool = False) -> tuple[Program, dict[str, Any]]:
+    """Return steps whose workers make batches of 1 ms in time, and are started anew for every ten batches, or stay."""
     program, given = waits_in_bursts(MS, FORWARD)
     loading = {"workers": 4, "batches_per_step": 1.0, "epoch_batches": batches, "epoch_start_ns": start_ns}
+    loading["keeps_workers"] = stay
     return program, {**given, "processes": [{"pid": 7, "loading": loading}]}
 
 
@@ -950,6 +951,7 @@ NEARLY: list[Case] = [
     ("loader", *waits_in_bursts(MS, FORWARD, workers=1)),
     # Starting workers is a small part of the wait: something else is late.
     ("loader", *restarts(BURST_NS // 3)),
+    ("loader", *restarts(BURST_NS // 3, stay=True)),
     # Each takes as long for its batches as four steps.
     ("loader", *with_workers(0, 64, 20 * MS, launch(NVJET, 5 * MS), wait)),
     ("padding", *padded(950)),
@@ -1183,6 +1185,7 @@ NAMED: dict[str, Case] = {
     "workers that one recorded step waits for": ("loader", *waits_in_bursts(20 * MS, *IN_FP32, is_recorded=True)),
     "workers that every other step waits for": ("loader", *waits_in_bursts(20 * MS, *IN_FP32, every=2)),
     "workers that are started anew": ("loader", *restarts(BURST_NS)),
+    "workers that stay, and make nothing ahead of an epoch": ("loader", *restarts(BURST_NS, stay=True)),
     "workers that a full queue hides": ("loader", *with_workers(0, 64, 20 * MS, launch(NVJET, 2 * MS), wait)),
     "a line of the dataset, and no CPUs for more workers": ("loader", *slow_dataset(3 * MS, 15 * MS)),
     "the same, and most of the step is the wait": ("loader", *slow_dataset(55 * MS, 190 * MS, batch_ns=220 * MS)),
@@ -1378,6 +1381,7 @@ WITHOUT: dict[str, tuple[float, float | None]] = {
     "workers that a full queue hides": (2 * MS + 14_000, 0.02),
     "samples that are padded": (5 * MS + 31_000, 0.02),
     "workers that are started anew": (restarts(BURST_NS)[0].lengths[1] + MS // 10, 0.02),
+    "workers that stay, and make nothing ahead of an epoch": (restarts(BURST_NS)[0].lengths[1], 0.02),
     "products beside bursts that no worker is slow for": (5 * MS / 7.4 + BURST_NS // 10, None),
     "a loop that reads its numbers one by one": (equal_steps(FORWARD, wait).lengths[0] + 100_000, 0.1),
     "a loop that moves tensors to the host": (equal_steps(FORWARD).lengths[0] + 0.05 * 40 * 50_000, 0.1),

@@ -766,6 +766,20 @@ def test_steps_that_are_rare_and_long_are_said_with_their_line(run_with_lines: P
     assert "one step in 10 takes 55.00 ms longer, which is no part of this (28.00 ms of it at train.py:50 save)" in text
     assert "a first time may take longest" not in text, "it was left out"
     assert find([usual] * 4 + [long]) is None  # it would have taken longer
+    # A line that explains several steps runs in more than one; in one alone it may be a pause, if it is no large part.
+    thrice, saving = ([usual] * 9 + [long]) * 3, replace(saving, time_ns=1_500_000, error_ns=1_500_000)
+    paused = find(thrice)
+    assert paused is not None
+    assert (paused.count, paused.line, paused.lines_ns) == (3, None, 0)
+    for time_ns, error_ns, is_named in (
+        (1_500_000, 1_000_000, True),
+        (500_000, 300_000, False),
+        (3_000_000, 3_000_000, True),
+    ):
+        saving = replace(saving, time_ns=time_ns, error_ns=error_ns)
+        seen = find(thrice)
+        assert seen is not None
+        assert (seen.line == saving) == is_named
     waiting = {"step_ns": 60_000_000, "data_ns": 55_000_000}
     barely = [usual] * 400 + [{"step_ns": 11_000_000}]
     for steps in ([long] + [usual] * 9, [usual, long] * 5, [usual] * 9 + [waiting], barely):

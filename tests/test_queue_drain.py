@@ -179,7 +179,41 @@ def test_the_queue_of_a_loader_in_use_is_known(monkeypatch: pytest.MonkeyPatch) 
     assert before_ns > 0, "its workers' end belongs to the next epoch's beginning"
     list(DataLoader(Numbers(), batch_size=None, num_workers=1))
     assert loading.epoch.start_ns > before_ns
-    assert count_batches(DataLoader(Numbers(), num_workers=1, persistent_workers=True)) == 0
+    assert count_batches(DataLoader(Numbers())) == 0
+
+
+def test_an_epoch_of_workers_that_stay_is_known_from_the_second_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    for owner, name in ((torchs.DataLoader, "__iter__"), (torchs._BaseDataLoaderIter, "__next__")):
+        monkeypatch.setattr(owner, name, getattr(owner, name))
+    loading = DataLoading(lambda: None, lambda: None)
+    loading.install()
+    stays = DataLoader(Numbers(), batch_size=2, num_workers=1, persistent_workers=True)
+    list(stays)
+    assert loading.epoch == Epoch(), "that its workers start is no part of later ones"
+    list(stays)
+    assert (loading.epoch.batches, loading.epoch.starts_workers) == (4, False)
+    assert loading.epoch.start_ns > 0
+    list(DataLoader(Numbers(), batch_size=4, num_workers=1))
+    assert (loading.epoch.batches, loading.epoch.starts_workers) == (2, True), (
+        "this one costs more, though it is shorter"
+    )
+    list(stays)
+    assert loading.epoch.starts_workers
+
+
+def test_how_long_later_steps_wait_is_known_once_the_queue_is_empty_again() -> None:
+    usual, waiting, evaluating = ((60, 0), (160, 100), (900, 500))
+    times = [usual] * 4 + [usual, usual, usual, waiting] * 2 + [evaluating]
+    steps = [{"step_ns": step_ns, "data_ns": data_ns} for step_ns, data_ns in times]
+    drain = QueueDrain(None, Filled())  # type: ignore[arg-type]
+    before = Loading(workers=2, queue_batches=4, batches_per_step=1.0, epoch_batches=7)
+    found = drain.describe_later(before, steps)
+    assert found is not None
+    assert (found.later_wait_ns, found.epoch_batches, found.workers) == (25, 0, 2)
+    few = drain.describe_later(before, steps[:5])
+    assert few is not None
+    assert few.later_wait_ns is None, "the workers deliver for two steps at once"
+    assert drain.describe_later(None, steps) is None
 
 
 def test_workers_stay_if_those_of_all_loaders_do(monkeypatch: pytest.MonkeyPatch) -> None:

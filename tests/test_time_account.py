@@ -278,7 +278,14 @@ def test_recorded_steps_that_waited_longer_for_data_are_said_not_used(tmp_path: 
 
 
 def _time_loader(
-    place: Path, *, waits: list[int], workers: int, busy: int = 3, recorded_busy: int = 3, timed: int = 6
+    place: Path,
+    *,
+    waits: list[int],
+    workers: int,
+    busy: int = 3,
+    recorded_busy: int = 3,
+    timed: int = 6,
+    later: int | None = None,
 ) -> tuple[float | None, list[Finding]]:
     """Return an unprofiled step of a loader whose queue was full before the recording, and what is said of it."""
     builder = NsysBuilder(("step 0", 0, 50 * MS))
@@ -288,6 +295,7 @@ def _time_loader(
         for part, times, python, shown in (("attached", [0] * timed, busy, 0), ("profiled", waits, recorded_busy, busy))
     }
     loading = {"workers": workers, "queue_batches": 2 * workers, "batches_per_step": 1.0}
+    loading["later_wait_ns"] = None if later is None else later * MS
     process = {"process": "1", "pid": 1, "rank": None, "state": "complete", "is_recorded": True, "loading": loading}
     opened = read_trace(write_run(place, builder, **steps, processes=[process]))
     return opened.account.step_ns(), [one for one in opened.efficiency().warnings if one.code == "data-waits-grew"]
@@ -301,6 +309,13 @@ def _time_loader(
         ({"waits": [0, 0, 0, 180], "workers": 4, "timed": 3}, 48, "counted in the unprofiled step"),
         # Workers set the pace however much the profiler slows Python.
         ({"waits": [0, 0, 164, 0], "workers": 4, "recorded_busy": 7}, 48, "counted in the unprofiled step"),
+        # An epoch began among the recorded ones: the steps after them waited less, on average.
+        ({"waits": [180, 0, 0, 0], "workers": 4, "later": 9}, 12, "counted in the unprofiled step"),
+        (
+            {"waits": [180, 0, 0, 0], "workers": 4, "later": 90, "recorded_busy": 7},
+            52,
+            "counted in the unprofiled step",
+        ),
         # Fewer recorded steps than workers deliver at once say nothing.
         ({"waits": [0, 0, 180, 0], "workers": 8}, 3, "time more steps"),
         # Work of the GPU, 60 ms of it, hides a wait of 45 ms in recorded steps and in unprofiled ones.
@@ -313,6 +328,10 @@ def test_a_wait_that_a_full_queue_hid_is_counted_in_the_unprofiled_step(
     step_ns, (warning,) = _time_loader(tmp_path, **how)
     assert step_ns == pytest.approx(expected_ms * MS, rel=1e-6)
     assert said in warning.message
+
+
+def test_steps_that_waited_while_an_epoch_began_say_nothing_of_those_that_never_wait(tmp_path: Path) -> None:
+    assert _time_loader(tmp_path, waits=[180, 0, 0, 0], workers=4, later=0) == (3 * MS, [])
 
 
 def test_each_context_has_its_own_unprofiled_step(tmp_path: Path) -> None:

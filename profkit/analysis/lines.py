@@ -202,11 +202,15 @@ def _fit_step(
 _LEAST_LONGER = 0.02
 _COVERED = 0.5
 _OF_ERROR = 0.9
+_LEAST_OF_LONGER = 0.1
+"""A line with less of what rare steps take longer says nothing of them."""
 _MOST_OF_LONGEST = 0.8
 _HELD_NS = 10_000_000
 """The thread that samples each millisecond waits so long only where another one keeps Python's lock."""
 _STRAY = 1
 """One sample in another step may be of a pause."""
+_FEW = 2
+"""Of more rare steps a line that explains them runs in several."""
 _LAST, _SHORTER = 10, 0.7
 """So many steps in a row take no more than this share of the timed ones where these were still warming up."""
 
@@ -277,6 +281,11 @@ def find_rare_steps(found: RunLines, timed: Sequence[Mapping[str, int]] = ()) ->
     if not rare or longer_ns < _LEAST_LONGER * sum(times):
         return None
     alone, elsewhere = _find_exclusive(found, len(rare))
+    if len(rare) > _FEW:
+        # What ran in one of them alone may be a pause of the machine's, and says nothing of the others.
+        alone = [
+            line for line in alone if not _is_of_one_step(line) or line.time_ns * len(times) >= _COVERED * longer_ns
+        ]
     places = _join_phases(alone)
     line = _choose_exclusive(places, elsewhere, _sum_by_phase(alone))
     innermost = [line for line in places if not line.is_caller]
@@ -286,6 +295,8 @@ def find_rare_steps(found: RunLines, timed: Sequence[Mapping[str, int]] = ()) ->
     every = _distance_of([*[-1] * found.steps.is_after_rare, *rare], len(times))
     together = [] if line is None or line.is_caller else [each for each in innermost if _is_near(each, line)]
     lines_ns = sum(each.time_ns for each in together) if line is None or together else line.time_ns
+    if lines_ns * len(times) < _LEAST_OF_LONGER * longer_ns:
+        line, lines_ns = None, 0
     count, of = len(rare) + int(mark_rare_steps(timed).sum()), len(times) + len(timed)
     most = line
     if line is not None and line.is_caller:
@@ -360,6 +371,11 @@ def find_shorter_steps(found: RunLines, timed_ns: float) -> Iterator[Finding]:
             f"the steps become shorter: the last {_LAST} that were seen took {median(last) / 1e6:.3g} ms, waits for"
             f" data aside, and those that were timed {timed_ns / 1e6:.3g}; time later ones (`profkit run --warmup 60`)",
         )
+
+
+def _is_of_one_step(line: LineTime) -> bool:
+    """Return whether one step has a line's whole time: the standard error of the mean is then as large as that."""
+    return line.error_ns >= _OF_ERROR * line.time_ns
 
 
 def _holds_lock(line: LineTime, steps: int) -> bool:

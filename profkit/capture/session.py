@@ -329,11 +329,16 @@ class Session:
                 self._leave(replace(self._process or self._describe(state), memory=found))
 
     def _note_later_steps(self, process: Process) -> None:
-        """Keep what the steps after the recording showed: training steps if it has none, or how they evaluate."""
+        """Keep what later steps showed: training steps if the recording has none, evaluation, and waits for data."""
         conditions, without = process.conditions, self.hooks.has_evaluated_without_autocast
         if conditions is not None and without:
             conditions = replace(conditions, evaluates_without_autocast=True)
-        later = replace(process, step_changed_to=self.hooks.steps.changed_to, conditions=conditions)
+        later = replace(
+            process,
+            step_changed_to=self.hooks.steps.changed_to,
+            conditions=conditions,
+            loading=self._drain.describe_later(process.loading, self._after.steps),
+        )
         if later != process:
             self._leave(later)
 

@@ -219,8 +219,11 @@ class Loading:
     ``first_step`` is the number of the first that does.
 
     A loader of ``epoch_batches`` batches starts its workers anew for each epoch; the program last waited
-    ``epoch_start_ns`` for the former ones' end, for these, and for the first batch. Both are 0 where workers stay, or
-    batches cannot be counted. ``keeps_workers``: those of all loaders stay from one epoch to the next.
+    ``epoch_start_ns`` for the former ones' end, for these, and for the first batch. Both are 0 where batches cannot be
+    counted. ``keeps_workers``: those of all loaders stay for the next epoch; then it waited for the batch alone.
+
+    ``later_wait_ns`` is the mean wait for data of usual steps after the recording, with no recorder on and once the
+    queue was as usual again; None if there were too few.
     """
 
     workers: int = 0
@@ -233,6 +236,7 @@ class Loading:
     epoch_batches: int = 0
     epoch_start_ns: int = 0
     keeps_workers: bool = False
+    later_wait_ns: int | None = None
 
     @property
     def burst_steps(self) -> int:

@@ -273,7 +273,7 @@ def compile_optimizer(moved_bytes: int) -> StepChange:
 
 
 def keep_workers() -> StepChange:
-    """Return the change after which a loader's workers stay for the next epoch, whose first batch is waited for."""
+    """Return the change after which a loader's workers stay for the next epoch, or go on with it where they do."""
 
     def apply(columns: StepColumns, setting: Setting) -> StepColumns:
         gap, left_ns = list(columns.gap_ns), setting.facts.saved_by_keeping_workers(setting.world)

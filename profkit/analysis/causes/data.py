@@ -82,7 +82,10 @@ def _loader(evidence: Evidence) -> Iterator[Cause]:
 
 
 def restarts_elsewhere(evidence: Evidence) -> Iterator[Cause]:
-    """Workers start anew in steps that are none of those timed, which wait for nothing."""
+    """Workers start anew in steps that are none of those timed, which wait for nothing; nor are these rare ones."""
+    rare = evidence.summary.rare_steps
+    if rare is not None and rare.line is not None and rare.line.phase == DATA:
+        return
     saved_ns = evidence.facts.saved_by_keeping_workers("expected")
     if saved_ns > WORTH * evidence.now_ns and wait_for_data(evidence) < _LEAST_SHARE * evidence.now_ns:
         cause, mean_ns = describe_restarts(evidence), evidence.now_ns + saved_ns
@@ -159,21 +162,26 @@ def wait_for_data(evidence: Evidence) -> int:
 
 
 def are_workers_restarted(evidence: Evidence) -> bool:
-    """Return whether most of a step's wait for data is for workers that are started anew for each epoch."""
+    """Return whether most of a step's wait for data is for the first batch of each epoch, and for workers to start."""
     waited_ns, restart_ns = wait_for_data(evidence), evidence.facts.restart_ns
     return waited_ns > _LEAST_SHARE * evidence.now_ns and restart_ns > _MOSTLY * waited_ns
 
 
 def describe_restarts(evidence: Evidence) -> Cause:
-    """Return the cause that workers are started anew, without what keeping them does to the step."""
+    """Return the cause that workers begin anew for each epoch, without what keeping them does to the step."""
     facts = evidence.facts
     line = _find_fetching(evidence)
+    starts = f"starts its workers anew for every {facts.epoch_batches} batches"
+    change, costs = "DataLoader(…, persistent_workers=True)", "host memory during evaluation"
+    if facts.keeps_workers:
+        starts = f"has nothing made ahead when one of its epochs of {facts.epoch_batches} batches begins"
+        change, costs = "a sampler that goes on from one epoch to the next", "epochs that you count yourself"
     return Cause(
         code="loader",
-        cause=f"the DataLoader starts its workers anew for every {facts.epoch_batches} batches",
+        cause=f"the DataLoader {starts}",
         line=None if line is None else source_line(line),
-        change="DataLoader(…, persistent_workers=True)",
-        costs="host memory during evaluation",
+        change=change,
+        costs=costs,
         evidence={"restart_ns": facts.restart_ns, "epoch_batches": facts.epoch_batches, "workers": facts.workers},
     )
 

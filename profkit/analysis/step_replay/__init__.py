@@ -432,12 +432,12 @@ class ProgramFacts:
     """What is known of the program besides its trace.
 
     ``lines`` are the lines of source behind its unprofiled steps, and ``callers`` what lines that called others took in
-    them. ``optimizer_bytes`` is what a fused optimizer moves,
-    None if torch has none for it; ``bytes_per_s`` the memory's peak. The data loader has ``workers`` processes, each of
-    which takes ``batch_ns`` for what a step needs, None if that is not known. They are started anew for each epoch of
-    ``epoch_batches`` batches, 0 if they stay; until the first batch comes that takes ``restart_ns``, shared among the
-    epoch's steps. The machine has ``cpus``, None if that is not known, of which a worker keeps ``worker_cpus`` busy;
-    torch computes with ``threads`` in the program, and with one in each worker.
+    them. ``optimizer_bytes`` is what a fused optimizer moves, None if torch has none for it; ``bytes_per_s`` the
+    memory's peak. The data loader has ``workers`` processes, each of which takes ``batch_ns`` for what a step needs,
+    None if that is not known. They are started anew for each epoch of ``epoch_batches`` batches, 0 if that is not
+    known, or it ``keeps_workers``; until the first batch comes that takes ``restart_ns``, shared among the epoch's
+    steps. The machine has ``cpus``, None if that is not known, of which a worker keeps ``worker_cpus`` busy; torch
+    computes with ``threads`` in the program, and with one in each worker.
     """
 
     lines: Sequence[LineTime] | None = None
@@ -448,6 +448,7 @@ class ProgramFacts:
     workers: int = 0
     epoch_batches: int = 0
     restart_ns: int = 0
+    keeps_workers: bool = False
     cpus: int | None = None
     worker_cpus: float = 1.0
     threads: int = 1
@@ -459,8 +460,11 @@ class ProgramFacts:
         return None if self.cpus is None else max(2, int(self.cpus / max(self.worker_cpus, _LEAST_BUSY)))
 
     def saved_by_keeping_workers(self, world: World) -> int:
-        """Return by how much a step is shorter, on average, if workers stay: an epoch's first batch is waited for."""
-        first_ns = (self.batch_ns or 0) * _FIRST_BATCHES[world]
+        """Return by how much a step is shorter, on average, if workers stay, or go on where they do.
+
+        If they only stay, an epoch's first batch is waited for.
+        """
+        first_ns = 0 if self.keeps_workers else (self.batch_ns or 0) * _FIRST_BATCHES[world]
         return max(0, round(self.restart_ns - first_ns / max(self.epoch_batches, 1)))
 
     def batches_at_once(self, workers: int, world: World) -> float:

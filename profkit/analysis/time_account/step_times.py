@@ -11,6 +11,7 @@ Neither their time nor their waits are part of it, and no phase is that most of 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
@@ -220,14 +221,15 @@ class StepTimes(NotebookResult):
 
     ``host_ns`` is how long the host was in each phase of an unprofiled step (median), of a run over one context.
     ``waited_ns`` is the mean wait for data that was timed where a full queue hid the one that steps have (see
-    `settle_waits`); None where none did. Without workers (``has_workers``) no queue hides a wait.
+    `settle_waits`); None where none did. ``may_hide_waits``: not without workers, of which no queue hides a wait, nor
+    where later steps showed that none had.
     """
 
     twin: Twin
     phases: tuple[PhaseTimes, ...]
     host_ns: Mapping[str, float] = field(default_factory=dict)
     waited_ns: float | None = None
-    has_workers: bool = True
+    may_hide_waits: bool = True
 
     @property
     def contexts(self) -> list[int | None]:
@@ -303,8 +305,10 @@ def summarize_step_times(manifest: Manifest) -> StepTimes | None:
     waited_ns = None
     if unprofiled is not manifest.unprofiled and manifest.unprofiled is not None:
         waited_ns = samples_by_phase(manifest.unprofiled, None)[DATA].time_ns
-    has_workers = manifest.loading is not None or not manifest.processes  # older runs do not say
-    return StepTimes(twin, tuple(phases), on_host, waited_ns, has_workers) if phases else None
+    loading = manifest.loading
+    may_hide = not manifest.processes if loading is None else loading.later_wait_ns is None  # older runs do not say
+    may_hide = may_hide or waited_ns is not None
+    return StepTimes(twin, tuple(phases), on_host, waited_ns, may_hide) if phases else None
 
 
 def settle_waits(manifest: Manifest) -> Samples | None:
@@ -313,7 +317,8 @@ def settle_waits(manifest: Manifest) -> Samples | None:
     Workers that are too slow are not waited for until the queue is empty that they filled while the program started.
     No profiler makes a program wait longer for workers: if the recorded steps did, and are enough for one delivery of
     all workers, then unprofiled steps that go on take as long as these, but for what Python takes less outside of the
-    waits. They get it as unevenly as the recorded ones. None if no step was timed without a profiler.
+    waits. They get it as unevenly as the recorded ones, and no more than the steps after the recording waited: an epoch
+    may have begun in the few that were recorded. None if no step was timed without a profiler.
     """
     unprofiled, loading = manifest.unprofiled, manifest.loading
     recorded = () if manifest.profiled is None else manifest.profiled.steps
@@ -321,7 +326,7 @@ def settle_waits(manifest: Manifest) -> Samples | None:
     if unprofiled is None or loading is None or not 0 < loading.burst_steps <= len(profiled):
         return unprofiled
     is_usual = ~mark_rare_steps(unprofiled.steps)
-    longer_ns = _longer_for_data(list(compress(unprofiled.steps, is_usual)), profiled)
+    longer_ns = _longer_for_data(list(compress(unprofiled.steps, is_usual)), profiled, loading.later_wait_ns)
     if longer_ns is None:
         return unprofiled
     waits_ns = np.zeros(len(is_usual))
@@ -335,7 +340,9 @@ def settle_waits(manifest: Manifest) -> Samples | None:
     return replace(unprofiled, steps=tuple(steps))
 
 
-def _longer_for_data(unprofiled: Sequence[Mapping[str, int]], profiled: Sequence[Mapping[str, int]]) -> float | None:
+def _longer_for_data(
+    unprofiled: Sequence[Mapping[str, int]], profiled: Sequence[Mapping[str, int]], later_wait_ns: int | None
+) -> float | None:
     """Return by how much steps are longer for data than the unprofiled ones were; None if by little, or nobody knows.
 
     By no more than the recorded ones were longer, since work of the GPU may hide a wait.
@@ -347,10 +354,11 @@ def _longer_for_data(unprofiled: Sequence[Mapping[str, int]], profiled: Sequence
         for steps in (unprofiled, profiled)
     )
     waits_ns, _, steps_ns = after.mean(axis=0) - before.mean(axis=0)
+    later_ns = math.inf if later_wait_ns is None else later_wait_ns - before[:, 0].mean()
     slower_ns = max(float(np.median(after[:, 1]) - np.median(before[:, 1])), 0.0)
-    if min(waits_ns, steps_ns) <= _PART * float(np.median(before[:, 2])):
+    if min(waits_ns, steps_ns, later_ns) <= _PART * float(np.median(before[:, 2])):
         return None
-    return min(float(waits_ns) + slower_ns, float(steps_ns))
+    return min(float(waits_ns) + slower_ns, float(steps_ns), float(later_ns))
 
 
 def measure_memory_cost(manifest: Manifest) -> float | None:
@@ -424,7 +432,7 @@ def find_timing_doubts(timed: StepTimes | None) -> Iterator[Finding]:
     if timed.waited_ns is None:
         yield from _find_uneven_steps(timed)
     yield from _find_missing_phases(timed)
-    if timed.has_workers:
+    if timed.may_hide_waits:
         yield from _find_grown_waits(timed)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from time import perf_counter_ns
@@ -35,6 +36,8 @@ class StepsAfter:
         """Workers of data loaders, while they can still be told to look for lines."""
         self._lines: LineRecorder | None = None
         self._step_began_ns = 0
+        self.steps: tuple[Mapping[str, int], ...] = ()
+        """The times of the steps in which lines were looked for, once that has ended."""
         self.counted = CountedStep(order, hooks)
 
     @property
@@ -104,6 +107,7 @@ class StepsAfter:
         try:
             result = lines.stop()
             if result is not None:
+                self.steps = result.steps.steps
                 write_lines(Path(self._order.run) / name_of_rank(LINES, self._rank or 0), result)
         except Exception as error:  # a full disk, say: what was recorded before is kept
             say(f"{self._order.run}: the lines could not be saved: {describe_error(error)}")

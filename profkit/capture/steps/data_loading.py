@@ -27,6 +27,7 @@ from weakref import WeakKeyDictionary
 from torch.utils.data import get_worker_info
 
 from profkit.capture.patches import patch
+from profkit.run.lines import RARELY
 from profkit.run.manifest import Loading
 from profkit.run.recording import LocalRanks
 
@@ -58,21 +59,22 @@ class Queue:
 
 @dataclass(frozen=True)
 class Epoch:
-    """An epoch of so many batches, for which a loader started its workers.
+    """An epoch of so many batches, for which a loader started its workers (``starts_workers``), or went on with them.
 
     ``start_ns`` is what the program waited for the last one's workers to end, for these, and for the first batch.
     """
 
     batches: int = 0
     start_ns: int = 0
+    starts_workers: bool = False
 
 
 class DataLoading:
     """Calls ``begins`` and ``ends`` around each wait for a data loader, on the thread that waits.
 
     A loader that reads from another one, in the same process, waits within its own wait: both are reported.
-    ``epoch`` is the last one of the longest loader that starts workers for each. ``keeps_workers``: those of all
-    loaders with workers stay from one epoch to the next.
+    ``epoch`` is the last one of the longest loader that starts workers for each, else of the longest whose workers went
+    on from one before. ``keeps_workers``: those of all loaders with workers stay from one epoch to the next.
     """
 
     def __init__(self, begins: Callable[[], None], ends: Callable[[], None]) -> None:
@@ -154,7 +156,10 @@ class DataLoading:
             waited_ns = perf_counter_ns() - began_ns
             with suppress(TypeError):  # a kind of iterator that nothing may refer to weakly
                 if not is_batch:
-                    self._starting[result] = Epoch(count_batches(loader), self._ended_ns + waited_ns)
+                    keeps = bool(getattr(loader, "persistent_workers", False))
+                    # The first epoch of workers that stay is like no other.
+                    batches = 0 if keeps and result not in self._iterators else count_batches(loader)
+                    self._starting[result] = Epoch(batches, self._ended_ns + waited_ns, not keeps)
                     self._ended_ns = 0
                 elif getattr(loader, "_num_workers", 0) > 0:
                     self._taken += 1
@@ -166,7 +171,8 @@ class DataLoading:
         return waited
 
     def _first_came(self, epoch: Epoch, waited_ns: int) -> None:
-        if epoch.batches and epoch.batches >= self.epoch.batches:
+        last = self.epoch
+        if epoch.batches and (epoch.starts_workers, epoch.batches) >= (last.starts_workers, last.batches):
             self.epoch = replace(epoch, start_ns=epoch.start_ns + waited_ns)
 
 
@@ -176,8 +182,8 @@ def is_loader_worker() -> bool:
 
 
 def count_batches(loader: Any) -> int:
-    """Return how many batches an epoch has of a loader that starts workers for each; 0 if none, or nobody knows."""
-    if not getattr(loader, "num_workers", 0) or getattr(loader, "persistent_workers", False):
+    """Return how many batches an epoch has of a loader with workers; 0 without any, or where nobody knows."""
+    if not getattr(loader, "num_workers", 0):
         return 0
     try:
         return len(loader)
@@ -280,6 +286,27 @@ class QueueDrain:
         if self._found is None or recorded > self._found.drained_steps:
             return self._found
         return replace(self._found, drained_steps=0)
+
+    def describe_later(self, before: Loading | None, steps: Sequence[Mapping[str, int]]) -> Loading | None:
+        """Return what is to be said once steps without a recorder have followed, which began with a full queue too."""
+        if before is None:
+            return None
+        emptied = math.ceil(before.queue_batches / before.batches_per_step) if before.batches_per_step else 0
+        return replace(
+            before,
+            later_wait_ns=mean_wait(steps[emptied:], before.burst_steps),
+            epoch_batches=self._loading.epoch.batches,
+            epoch_start_ns=self._loading.epoch.start_ns,
+        )
+
+
+def mean_wait(steps: Sequence[Mapping[str, int]], fewest: int) -> int | None:
+    """Return the mean wait for data of steps, in ns, but for those that take far longer; None if they are too few."""
+    rest = [step["step_ns"] - step.get("data_ns", 0) for step in steps]
+    usual = [
+        step.get("data_ns", 0) for step, rest_ns in zip(steps, rest, strict=True) if rest_ns <= RARELY * median(rest)
+    ]
+    return round(fmean(usual)) if len(usual) >= max(fewest, 1) else None
 
 
 def count_steps_to_drain(
