@@ -44,6 +44,7 @@ from tests.step_builder import ADD, MUL, NVJET, SGEMM, SUM
 
 MS = 1_000_000
 GIB = 2**30
+TRITON = "triton_poi_fused_add_mul_3"
 SOFTMAX = "void softmax_warp_forward<float, float, float, 9, false, false>(float *, const float *, int, int, int)"
 FLASH = "void flash_fwd_kernel<Flash_fwd_kernel_traits<64, 128, 128, 4>>(Flash_fwd_params)"
 CUDNN_ATTENTION = "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_3x_64x128x128_cga1x1x1_kernel0_0"
@@ -525,6 +526,15 @@ def compiles(*, is_again: bool) -> tuple[Program, dict[str, Any]]:
     compiled = Compilation("7-1", 7, "forward", "loss.py:12 scale", 2, True, is_again, 2 * MS, reason=reason)
     counts = {"in_steps": STEPS, "counted": STEPS, "after_ns": MS // 2}
     return pauses("compiling scale", "compiled_graphs", **counts, records=[compiled])  # type: ignore[arg-type]
+
+
+def gives_up(name: str, failure: str = "Dynamo recompile limit exceeded") -> tuple[Program, dict[str, Any]]:
+    """Return steps whose criterion runs kernels of this name; Dynamo has compiled it for other steps."""
+    reason = "self.step == 6              # w = self.ramp(self.step)  # mp/code/loss.py:13 in forward (HINT: none)"
+    known = Compilation("7-1", 7, "forward", "loss.py:12 forward", 7, False, True, MS, reason=reason, failure=failure)
+    model = within("forward/model", launch(TRITON, 100_000), launch(NVJET, 2 * MS))
+    criterion = within("forward/criterion", *[launch(name, 500_000), launch(NVJET, 100_000)] * 4)
+    return equal_steps(model, criterion, wait), {"records": [known], "processes": [{"pid": 7}]}
 
 
 def loads(data_ns: int) -> tuple[Program, dict[str, Any]]:
@@ -1074,6 +1084,9 @@ NEARLY: list[Case] = [
     ("garbage", *collects(1, STEPS)),
     ("garbage", *collects(STEPS, 1)),
     ("recompile", *compiles(is_again=False)),
+    # Nothing of it runs as it was written, or that is for another reason.
+    ("recompile", *gives_up(TRITON)),
+    ("recompile", *gives_up(ADD, "a call that Dynamo cannot trace")),
     ("python", *compiles(is_again=False)),
     # Most of what compiling saves is in the layers, or in one chain.
     ("chain", gated(40), {}),
@@ -1343,6 +1356,7 @@ NAMED: dict[str, Case] = {
     "garbage in every step": ("garbage", *collects(STEPS, STEPS)),
     "garbage in most steps": ("garbage", *collects(STEPS - 1, STEPS)),
     "a step that compiles every time": ("recompile", *compiles(is_again=True)),
+    "a function that is compiled no more": ("recompile", *gives_up(ADD)),
     "launches that block": (
         "launch-blocking",
         blocking_launches(blocks=True),

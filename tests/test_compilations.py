@@ -16,10 +16,11 @@ from profkit.analysis.kernels.compiled_code import find_compilations, read_run_c
 from profkit.capture.compilations import CompilationRecorder, program_line
 from profkit.capture.hooks.backward_nodes import watch_backward_calls
 from profkit.capture.patches import restore
+from profkit.capture.session import Session
 from profkit.run.compiled_code import Compilation, GraphBreak, append_records, read_compiled_code
 from profkit.run.directory import COMPILED, MANIFEST, Run
 from profkit.run.manifest import Manifest, Process, write_manifest
-from profkit.run.recording import COMPLETE
+from profkit.run.recording import COMMAND_WARMUP, COMPLETE, Order, take_processes
 from tests.golden import check_text
 from tests.observed_ranges import ObservedRanges, observed_ranges
 
@@ -187,3 +188,20 @@ def test_what_is_said_of_compilations(tmp_path: Path) -> None:
 def test_the_time_before_recorded_steps_is_kept_apart() -> None:
     found = sum_compilations([_FORWARD, _AGAIN], [])
     assert (found.before_ns, found.before_count, found.recorded_ns) == (2_000_000_000, 1, 500_000_000)
+
+
+@pytest.mark.parametrize(("compiling", "recorded_from"), [(range(3), 14), (range(8), 19), (range(40), 23)])
+def test_steps_that_compile_are_no_timed_ones_as_far_as_dynamo_compiles_a_function_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiling: range, recorded_from: int
+) -> None:
+    """Three steps are not timed, eleven are; of a program that compiles in every step the twelfth and later ones."""
+    session = Session(Order(str(tmp_path), "kineto", COMMAND_WARMUP, 2, annotate=False))
+    for number in range(recorded_from + 3):
+        done = sum(step < number for step in compiling)
+        monkeypatch.setattr("profkit.capture.session.count_compiled_graphs", lambda done=done: done)
+        session.boundary(number)
+    session.end()
+    (process,) = take_processes(tmp_path)
+    assert (process.state, len(process.profiled)) == ("complete", 2)
+    assert session._first == recorded_from
+    assert len(process.attached) == 11

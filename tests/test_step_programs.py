@@ -249,7 +249,7 @@ def _session(place: Path, lengths: list[int], calls: int = 2, **order: Any) -> P
     """Return what a session leaves of a program whose rollouts have these distances, and so many calls each."""
     session = Session(Order(str(place), "none", **{"warmup_steps": COMMAND_WARMUP, "steps": 3, **order}))
     script = Script(session.hooks.steps)
-    script.has_optimizer = True
+    script.thing("SGD")  # a program makes its optimizer before its first rollout
     for length in lengths:
         for at in range(length):
             if at == 0:

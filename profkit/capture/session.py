@@ -30,7 +30,7 @@ from profkit.capture.memory_history import MemoryRecording
 from profkit.capture.patches import restore_all
 from profkit.capture.recorder import StepsRecorder
 from profkit.capture.steps.after import StepsAfter
-from profkit.capture.steps.conditions import read_conditions
+from profkit.capture.steps.conditions import count_compiled_graphs, read_conditions
 from profkit.capture.steps.data_loading import QueueDrain, is_loader_worker
 from profkit.capture.steps.policy import OwnSteps
 from profkit.capture.steps.times import StepCollector
@@ -69,6 +69,9 @@ _FULL_LOG = (
 
 _UNTIMED, _ENOUGH_TIMED = 3, 10
 """How many steps pass before the timed ones where at least so many of these are left; else one."""
+
+_LAST_COMPILING = 12
+"""The last step that timing begins anew after because it compiled code: Dynamo makes eight versions of a function."""
 
 _ENOUGH_ITERATIONS = 5
 """Of iterations, which hold several steps each, this many are timed; one passes before the recorded ones."""
@@ -124,8 +127,12 @@ class Session:
         is_command = not (order.within or order.own_steps)
         self._is_usual = is_command and order.warmup_steps == COMMAND_WARMUP
         """Whether nobody said which steps are recorded."""
+        times_first = order.recorder in ("none", "kineto", "nsys")
         may_wait = is_command and order.warmup_steps >= COMMAND_WARMUP
-        self.hooks.steps.finds_iterations = may_wait and order.recorder in ("none", "kineto", "nsys")
+        self.hooks.steps.finds_iterations = may_wait and times_first
+        self._may_time_anew = self._is_usual and times_first
+        self._graphs = count_compiled_graphs()
+        """How many graphs had been compiled when the last step ended."""
         self._plan_steps()
         self._begun = -1
         self._start_ns = 0
@@ -226,6 +233,7 @@ class Session:
             self.hooks.loading.forget_steps()
             self._memory_lead += self._begun + 1 - number
         self._begun = number
+        self._time_anew(number)
         if number == self._first - 1 and self.hooks.steps.may_iterate:
             self._put_off()
         if number in (self._first_timed, self._first) and not self._records_memory:
@@ -253,6 +261,18 @@ class Session:
             self._samples.begin("attached")
         if number == self._first - 1:
             self._warm_up_profiler()
+
+    def _time_anew(self, number: int) -> None:
+        """Have the timed steps begin here if code was compiled in one of them: a step that goes on compiles nothing."""
+        before, self._graphs = self._graphs, count_compiled_graphs()
+        late = number - self._first_timed
+        has_compiled = self._graphs > before and late > 0 and number < min(self._first, _LAST_COMPILING + 1)
+        if not has_compiled or not self._may_time_anew or several_ranks():
+            return
+        self._samples = StepCollector(self.hooks.clock)
+        self._first_timed, self._first = number, self._first + late
+        if self._end is not None:
+            self._end += late
 
     def _keep_graph(self, graph: CapturedGraph) -> None:
         append_records(self._records, [graph])

@@ -267,6 +267,8 @@ def _choose(evidence: Evidence, causes: Sequence[Cause]) -> list[Cause]:
     explained = [cause for cause in causes if cause.code == "waits" and late and not _weight(evidence, cause, late)]
     compiled = max((_weight(evidence, cause) for cause in causes if cause.code in _OF_MODELS), default=0.0)
     placed = [cause for cause in causes if cause.code == "chain" and _weight(evidence, cause) >= _MUCH_OF * compiled]
+    if any(cause.code == "recompile" for cause in causes):
+        placed = []  # what is compiled is what a chain asks for
     while left and len(chosen) < MOST_TRIES:
         weights = [_weight_on_top(evidence, cause, chosen) for cause in left]
         rank = [2 if cause in placed else _when_asked(cause, explained) for cause in left]
@@ -290,7 +292,8 @@ def _is_same_waste(cause: Cause, other: Cause) -> bool:
     at_one_line = cause.line is not None and cause.line == other.line
     are_of_loop = cause.code == "loop" and cause.module == other.module is not None and other.code in _OF_LOOPS
     are_compiled = cause.code in _COMPILING and (other.code == "chain" or cause.code in _OF_MODELS)
-    return at_one_line or are_of_loop or (are_compiled and other.code in _COMPILING)
+    are_compiled_again = cause.code == "recompile" and other.code == "chain"
+    return at_one_line or are_of_loop or are_compiled_again or (are_compiled and other.code in _COMPILING)
 
 
 def _changes_of(causes: Sequence[Cause]) -> list[StepChange]:

@@ -272,6 +272,10 @@ def compile_optimizer(moved_bytes: int) -> StepChange:
     return StepChange(apply, "how many of the optimizer's launches compiling leaves")
 
 
+def compile_rest() -> StepChange:
+    return StepChange(kernel_edits.compile_rest, "which kernels a compiler fuses")
+
+
 def keep_workers() -> StepChange:
     """Return the change after which a loader's workers stay for the next epoch, or go on with it where they do."""
 

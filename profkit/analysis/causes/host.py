@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -14,6 +15,7 @@ from statistics import median
 
 from profkit.analysis.causes.calls import unread_graphs
 from profkit.analysis.causes.changes import (
+    compile_rest,
     drop_stretches,
     launch_without_waiting,
     shorten_gaps,
@@ -26,21 +28,24 @@ from profkit.analysis.causes.evidence import (
     MEAN_STEP,
     Cause,
     Evidence,
+    SourceLine,
     edits,
     find_line,
     name_ms,
     name_times,
     source_line,
 )
+from profkit.analysis.kernels.compiled_code import is_beyond_limit
 from profkit.analysis.step_replay import LAUNCH, WAIT
 from profkit.analysis.step_replay.edits import find_pageable_copies
-from profkit.analysis.step_replay.kernel_edits import find_attention_plans, is_convolution
+from profkit.analysis.step_replay.kernel_edits import find_attention_plans, find_left_eager, is_convolution
 from profkit.analysis.step_replay.limits import OUTSIDE, Limit
 from profkit.analysis.step_replay.steps import ReplayedStep
 from profkit.analysis.time_account.gpu_time import LONGEST_PAUSE_NS
 from profkit.names import BACKWARD, COLLECTING, COMPILING, DATA, FORWARD, INFERENCE, LOSS, OPTIMIZER
 from profkit.run.lines import NEAR, CallTree, LineTime, lines_of_trainers
 
+_IN_SOURCE = re.compile(r"([^\s/]+\.py):(\d+) in (\w+)")
 _RANDOM = ("randn", "rand", "randint", "randperm", "normal")
 _TRAINING = ("backward", "step", "zero_grad", "clip_grad_norm_", "clip_grad_value_", "synchronize", "item", "join")
 _FETCHES = ("cpu", "numpy", "tolist")
@@ -487,6 +492,26 @@ def _recompilations(evidence: Evidence) -> Iterator[Cause]:
     )
 
 
+def _given_up(evidence: Evidence) -> Iterator[Cause]:
+    """A function runs without torch.compile, which had compiled it for other inputs as often as it does."""
+    step, known = evidence.step, evidence.summary.compilations
+    beyond = None if known is None else next(filter(is_beyond_limit, known.not_compiled), None)
+    if step is None or beyond is None:
+        return
+    reason, _, source = (beyond.reason or "torch does not say why").partition("  #")
+    place = _IN_SOURCE.search(source)
+    eager = find_left_eager(step)
+    yield Cause(
+        code="recompile",
+        cause="torch.compile has given a function up, which changed too often",
+        detail=f": {reason.strip()}",
+        line=find_line(beyond.line or "") if place is None else SourceLine(place[1], int(place[2]), place[3]),
+        change="keep what the code is compiled for the same: pass what changes as a tensor, or leave it outside",
+        changes=[compile_rest()],
+        evidence={"kernels": len(eager), "small_ns": sum(step.columns.duration_ns[row] for row in eager)},
+    )
+
+
 def _blocking_launches(evidence: Evidence) -> Iterator[Cause]:
     """Each launch waits for its kernel, which is meant for finding errors."""
     if evidence.step is None or not evidence.launches_block:
@@ -509,6 +534,7 @@ HOST = (
     _searches,
     _collections,
     _recompilations,
+    _given_up,
     _python_lines,
     _moved_tensors,
     _rare_steps,

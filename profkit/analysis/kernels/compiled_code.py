@@ -142,7 +142,7 @@ def _describe(known: RunCompilations) -> Iterator[Finding]:
         yield Finding("graph-break", message)
     for compilation in known.not_compiled:
         at = compilation.line or compilation.failed_line or "a function"
-        if _LIMIT in (compilation.failure or ""):
+        if is_beyond_limit(compilation):
             message = f"{at} is compiled for no further inputs: {compilation.failure}"
             message += f" ({compilation.reason})" if compilation.reason else ""
             yield Finding("recompile-limit", message)
@@ -152,6 +152,11 @@ def _describe(known: RunCompilations) -> Iterator[Finding]:
     for compilation in known.without_graphs:
         message = f"{compilation.line or 'a backward pass'} runs without CUDA graphs: {compilation.cudagraphs_skipped}"
         yield Finding("without-cuda-graphs", message)
+
+
+def is_beyond_limit(compilation: Compilation) -> bool:
+    """Return whether Dynamo compiled a function no more, since it had done so for as many inputs as it does."""
+    return _LIMIT in (compilation.failure or "")
 
 
 def _why_again(compilations: Sequence[Compilation]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import cache
@@ -35,6 +35,8 @@ _FUSABLE = ("softmax", "normalization", "elementwise", "reduction", "copy/cast",
 _FP32, _IN_16_BITS = re.compile("float|OpaqueType<4u>"), re.compile("bfloat16|half|bf16|f16", re.IGNORECASE)
 _RECURRENT = re.compile("RNN|(?:LSTM|GRU)_elementWise")
 """Kernels of cuDNN's recurrent layers."""
+_COMPILED = "triton_"
+"""How the kernels begin that torch.compile writes."""
 _FUSED = {"least": 0.4, "expected": 0.58, "most": 0.9}
 """What is left of the time of small kernels when a compiler has fused them; the median of nine programs was 0.56."""
 _LONG_RUN = 8
@@ -166,17 +168,31 @@ def find_fusable(step: ReplayedStep) -> list[int]:
     ]
 
 
+def find_left_eager(step: ReplayedStep) -> list[int]:
+    """Return the small kernels of a model's passes that none of its compiled code runs."""
+    return [row for row in find_fusable(step) if not step.operation_names[row].startswith(_COMPILED)]
+
+
 def compile_model(columns: StepColumns, setting: Setting) -> StepColumns:
     """Small kernels are fused; Python takes as long as now, but in modes whose CUDA graphs replay each pass."""
+    columns = _fuse_small(columns, find_fusable(setting.step), setting.world)
+    return _replay_passes(columns, setting) if setting.argument in _REPLAYING else columns
+
+
+def compile_rest(columns: StepColumns, setting: Setting) -> StepColumns:
+    """What is left of a compiled model's small kernels is fused, too."""
+    return _fuse_small(columns, find_left_eager(setting.step), setting.world)
+
+
+def _fuse_small(columns: StepColumns, rows: Sequence[int], world: World) -> StepColumns:
     durations = list(columns.duration_ns)
     # Rows that follow one another have the same difference to their places in the list.
-    for _, places in groupby(enumerate(find_fusable(setting.step)), key=lambda one: one[1] - one[0]):
+    for _, places in groupby(enumerate(rows), key=lambda one: one[1] - one[0]):
         run = [row for _, row in places]
-        share = (_FUSED_RUN if len(run) > _LONG_RUN else _FUSED)[setting.world]
+        share = (_FUSED_RUN if len(run) > _LONG_RUN else _FUSED)[world]
         for row in run:
             durations[row] = round(durations[row] * share)
-    columns = replace(columns, duration_ns=durations)
-    return _replay_passes(columns, setting) if setting.argument in _REPLAYING else columns
+    return replace(columns, duration_ns=durations)
 
 
 def _replay_passes(columns: StepColumns, setting: Setting) -> StepColumns:
