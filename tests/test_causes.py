@@ -2081,6 +2081,10 @@ def test_how_much_of_rare_steps_a_line_has_is_said_unless_it_has_most(tmp_path: 
     found = advise(replace(fit, error_ns=2 * MS), replace(fit, phase="backward"))
     assert found.cause == "one step in 10 takes 40 ms longer, in trainer.fit itself"
     assert found.change == "evaluate, save or log less often, or less of it"
+    waits = replace(fit, phase="data", error_ns=2 * MS)
+    found = advise(waits, replace(fit, phase="backward", time_ns=MS))
+    assert found.cause == "one step in 10 takes 40 ms longer, in trainer.fit, mostly a wait for data"
+    assert found.change.endswith("or let its sampler begin anew by itself: each epoch's first batch is waited for")
     metrics = replace(line(MS, called="np.argmax", line=70), function="compute_metrics", error_ns=MS // 2)
     found = advise(replace(fit, time_ns=3 * MS, error_ns=3 * MS // 2), replace(fit, phase="backward"), metrics)
     assert found.change.startswith("preprocess_logits_for_metrics that returns classes")

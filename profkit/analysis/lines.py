@@ -336,9 +336,11 @@ def _find_exclusive(found: RunLines, rare: int) -> tuple[list[LineTime], set[tup
         if line.place in trainers and _most_added(line, spread) >= _COVERED * line.time_ns
     ]
 
+    waiting = {line.place for line in others if line.phase == DATA and line.samples > _STRAY}
+
     def is_named(line: LineTime) -> bool:
         is_seen = line.samples >= FEWEST_SAMPLES or _holds_lock(line, steps)
-        return is_seen and (line.phase != DATA or line.place not in elsewhere)
+        return is_seen and (line.phase != DATA or line.place not in waiting)
 
     return list(filter(is_named, alone)), elsewhere
 

@@ -282,7 +282,11 @@ def _rare_steps(evidence: Evidence) -> Iterator[Cause]:
     what = f"for {name}"
     # What a trainer's line does in rare steps is no part of the usual ones, whose lines are the evidence's.
     if rare.line.place in lines_of_trainers((rare.line, *evidence.lines, *evidence.facts.callers)):
-        what, change = f"in {name} itself", "evaluate, save or log less often, or less of it"
+        what = f"in {name} itself"
+        if rare.line.phase == DATA:
+            what = f"in {name}, mostly a wait for data"
+        else:
+            change = "evaluate, save or log less often, or less of it"
         if any(map(_reads_classes, evidence.lines_of_rare_steps)) or _gathers_outputs(rare.line):
             change = f"preprocess_logits_for_metrics that returns classes: no scores are gathered; or {change}"
         if _saves_checkpoint(rare.line):
