@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from urllib.parse import quote, unquote
 
+_INDEX = re.compile(r"\.\d+$")
 _NUMBER = re.compile(r"(?<![A-Za-z0-9])\d++(?![A-Za-z0-9])|(?<!\d)\d+$")
 
 STEP = "step"
@@ -123,6 +124,11 @@ def kind_of(name: str) -> str:
     if not is_shared(name):
         return _NUMBER.sub("*", name)
     return name_shared(map(kind_of, sharing_modules(name)))
+
+
+def name_in_list(name: str) -> str:
+    """Return ``blocks.0.experts.*`` for ``blocks.0.experts.3``: the modules of one list are one."""
+    return _INDEX.sub(".*", name)
 
 
 def name_shared(modules: Iterable[str]) -> str:

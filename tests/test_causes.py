@@ -709,6 +709,24 @@ def mixture(own: int, parts: int) -> tuple[Program, dict[str, Any]]:
     return program, {**counted, "lines": [found, called]}
 
 
+def turns_apart(turns: int) -> tuple[Program, dict[str, Any]]:
+    """Return steps of a module that multiplies for each of 32 variables, as was counted or not."""
+    kernels = [launch(name, 4_000) for name in (NVJET, ADD, NVJET, MUL)]
+    passes = [within(f"{phase}/model/each", *kernels * 32) for phase in ("forward", "backward")]
+    found = {"module": "each", "turns": turns, "file": "/code/model.py", "line": 61, "function": "Each.forward"}
+    return equal_steps(*passes, launch(NVJET, MS), wait), works(independent_turns=[found] * bool(turns))
+
+
+def calls_experts(module: str) -> tuple[Program, dict[str, Any]]:
+    """Return steps that call each of 32 experts of a layer once."""
+    kernels = [launch(name, 4_000) for name in (NVJET, ADD, NVJET)]
+    passes = [
+        [within(f"{phase}/model/experts.{at}", *kernels) for at in range(32)] for phase in ("forward", "backward")
+    ]
+    counted = works(independent_calls=[{"module": module, "calls": 32}])
+    return equal_steps(*passes[0], launch(NVJET, MS), *passes[1], wait), counted
+
+
 def looped_outside(
     called: str | None = None, *, computes: bool = False, is_librarys: bool = False
 ) -> tuple[Program, dict[str, Any]]:
@@ -993,6 +1011,7 @@ NEARLY: list[Case] = [
     ("cross-entropy", *loss_by_hand(ADD, MUL, SUM, ADD, MUL, SUM)),
     # Each call has work enough for the GPU, or needs the one before it.
     ("loop", *separate_calls(100_000)),
+    ("loop", *turns_apart(0)),
     ("loop", *separate_calls(4_000, is_independent=False)),
     # Each turn asks the model what the next one computes with, as a rollout does; also one without code of one's own.
     ("loop", *looped_outside("self.model")),
@@ -1232,6 +1251,8 @@ NAMED: dict[str, Case] = {
     "a module that is called for each sample": ("loop", *separate_calls(4_000)),
     "a module that is called twice on one input": ("repeated-call", *calls_trunk_again(2)),
     "a loop around a module": ("loop", *mixture(3, 1)),
+    "a loop in a module's own code": ("loop", *turns_apart(32)),
+    "modules of a list": ("loop", *calls_experts("experts.*")),
     "a loop around a module that has most of its kernels": ("loop", *mixture(1, 3)),
     "a block whose backward pass nobody needs": ("unread-gradients", *frozen(1, 1)),
     "cumulative sums over an outer axis": ("scan", scanned(3 * MS), works(("router", "cumsum", 65, MIB))),
@@ -1402,6 +1423,9 @@ WITHOUT: dict[str, tuple[float, float | None]] = {
     "waits that cost only together": (20 * 101_000, 0.01),
     # The kernels of all turns are one of each kind; the GPU does not wait between them.
     "a loop around a module": (MS + 4 * 28_000, 0.02),
+    # Of 32 turns a kernel each: 4 µs, and 0.4 of what the others take beyond a kernel's start.
+    "a loop in a module's own code": (MS + 8 * (4_000 + 0.4 * 31 * 1_500), 0.05),
+    "modules of a list": (MS + 6 * (4_000 + 0.4 * 31 * 1_500), 0.05),
     "a loop whose turns call a function": (10 * 101_000 + 20_000, 0.02),
     # Neither is waited for: only the GPU's 100 kernels are left.
     "the same with what it has copied from the GPU": (100 * 101_000, 0.02),

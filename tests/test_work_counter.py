@@ -724,6 +724,65 @@ def test_calls_of_a_module_that_need_no_other_are_found(needs: str, calls: int) 
     assert found == ((IndependentCalls("model", calls),) if needs == "nothing" else ())
 
 
+@pytest.mark.parametrize("needs", ["nothing", "the last"])
+def test_calls_of_a_lists_modules_that_need_no_other_are_found(needs: str) -> None:
+    """Each expert of two layers is called once, and the second layer needs the first."""
+    layers = nn.ModuleList(nn.ModuleList(nn.Linear(4, 4) for _ in range(10)) for _ in range(2))
+    x = torch.randn(10, 4)
+    with counting(None, layers.parameters()) as counter, annotate("forward"), annotate("model"):
+        for at, experts in enumerate(layers):
+            with annotate(f"layers.{at}"):
+                given, made = x, []
+                for number, expert in enumerate(experts):
+                    with annotate(f"layers.{at}.experts.{number}"):
+                        made.append(expert(given))
+                    given = made[-1] if needs == "the last" else x
+                x = torch.stack(made).sum(0)
+    expected = (IndependentCalls("layers.*.experts.*", 10),)
+    assert counter.content().independent_calls == (expected if needs == "nothing" else ())
+
+
+class Turns(nn.Module):  # type: ignore[misc]
+    """Computes in a loop, with one weight a turn."""
+
+    def __init__(self, needs: str, turns: int) -> None:
+        super().__init__()
+        self.needs = needs
+        self.weights = nn.Parameter(torch.randn(turns, 4, 4))
+        self.act = nn.Tanh()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made: list[torch.Tensor] = []
+        total, last = torch.zeros(()), torch.zeros(2, 4)
+        for at, weight in enumerate(self.weights):
+            given = x[:, at] + last if self.needs == "the last" else x[:, at] * 2
+            y = given * 3 if self.needs == "no product" else given @ weight
+            y = self.act(y)
+            if self.needs == "the last":
+                last = y
+            made.append(y.relu())
+            total = total + y.sum()
+        return torch.stack(made).sum() + total
+
+
+@pytest.mark.parametrize(
+    ("needs", "turns", "found"), [("nothing", 9, 9), ("nothing", 7, 0), ("the last", 9, 0), ("no product", 9, 0)]
+)
+def test_loops_of_which_no_turn_needs_another_are_found(needs: str, turns: int, found: int) -> None:
+    """What adds up over the turns needs the one before, and the loop does not."""
+    module = Turns(needs, turns)
+    with counting(None, module.parameters()) as counter:
+        for _ in range(2):
+            with annotate("forward"), annotate("model"), annotate("layers.0"):
+                loss = module(torch.randn(2, turns, 4, requires_grad=True))
+            with annotate("backward"):
+                loss.backward()
+    loops = counter.content().independent_turns
+    assert [(loop.module, loop.turns, loop.function) for loop in loops] == (
+        [("layers.*", found, "Turns.forward")] if found else []
+    )
+
+
 @pytest.mark.parametrize(
     ("given", "found"),
     [("the same", True), ("halves", False), ("changed", False), ("another pass", False), ("with dropout", False)],

@@ -193,6 +193,20 @@ class IndependentCalls:
 
 
 @dataclass(frozen=True)
+class IndependentTurns:
+    """A loop of so many ``turns`` in the code of a module's own, of which none needs what another one made.
+
+    The line is the first in it that multiplies.
+    """
+
+    module: RangeName
+    turns: int
+    file: SourceFile
+    line: int
+    function: FunctionName
+
+
+@dataclass(frozen=True)
 class RepeatedCalls:
     """A module that a pass calls so often on what it was given the first time."""
 
@@ -207,9 +221,9 @@ class RunWork:
     ``dtype`` is the one in which most of the FLOPs are done, None where there are none; ``model_flops`` those that the
     model asks for in a step, forward and backward, whatever is computed again: what MFU counts (Chowdhery et al. 2022,
     appendix B). ``missing`` names operators without a formula. Files of before December 2026 have no ``lines``,
-    ``unread_gradients``, ``tables``, ``independent_calls``, ``repeated_calls``, ``given_masks``, ``scored_positions``
-    and ``optimizer_steps``, how many steps of optimizers the counted one had, and no ``padding``: None where no call
-    had a mask.
+    ``unread_gradients``, ``tables``, ``independent_calls``, ``independent_turns``, ``repeated_calls``,
+    ``given_masks``, ``scored_positions`` and ``optimizer_steps``, how many steps of optimizers the counted one had, and
+    no ``padding``: None where no call had a mask.
     """
 
     version: int
@@ -227,6 +241,7 @@ class RunWork:
     optimizer_steps: int = 0
     given_masks: tuple[GivenMask, ...] = ()
     scored_positions: tuple[ScoredPositions, ...] = ()
+    independent_turns: tuple[IndependentTurns, ...] = ()
 
     def find(self, path: tuple[str, ...]) -> RangeWork | None:
         return next((work for work in self.ranges if work.path == path), None)

@@ -46,7 +46,7 @@ _COMPILING = ("compile", "launches", "chain")
 _OF_MODELS = ("compile", "launches")
 _MUCH_OF = 0.4
 """A chain that saves this share of what compiling does is named for its place, and before it."""
-_OF_LOOPS = ("launches", "activation", "chain")
+_OF_LOOPS = ("launches", "activation", "chain", "loop")
 """Causes that go with a loop in the same module."""
 _TIMES_A_MEND = 4
 """So many times what a mend at one place saves compiling must save on top of all others to stand before it."""

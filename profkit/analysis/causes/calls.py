@@ -23,8 +23,8 @@ from profkit.analysis.step_replay import World
 from profkit.analysis.step_replay.kernel_edits import SMALLEST_NS, is_convolution
 from profkit.analysis.step_replay.predict import StepChange
 from profkit.analysis.step_replay.steps import ReplayedStep
-from profkit.names import BACKWARD, FORWARD, kind_of
-from profkit.run.work import IndependentCalls, RepeatedCalls
+from profkit.names import BACKWARD, FORWARD, kind_of, name_in_list
+from profkit.run.work import IndependentCalls, IndependentTurns, RepeatedCalls
 
 _ALIKE = 0.8
 """Calls whose kernels take this share of the longest one's do the same work."""
@@ -108,68 +108,97 @@ def _separate_calls(evidence: Evidence) -> Iterator[Cause]:
         def choose(step: ReplayedStep, calls: IndependentCalls = calls) -> list[list[int]]:
             return _group_alike(evidence, step, calls)
 
-        around = calls.module.rpartition(".")[0]
-        turns = _group_turns(evidence, step, calls, around)
+        around = calls.module.removesuffix(".*").rpartition(".")[0]
+        line, turns = _find_calling_line(evidence, calls.module), _group_turns(evidence, step, around, calls.module)
         if sum(map(len, turns)) > len(times_ns):
-            yield _describe_loop_around(evidence, calls, around, [*groups, *turns])
+
+            def choose_all(
+                step: ReplayedStep, calls: IndependentCalls = calls, around: str = around
+            ) -> list[list[int]]:
+                return [*_group_alike(evidence, step, calls), *_group_turns(evidence, step, around, calls.module)]
+
+            yield _describe_loop(evidence, around, calls.calls, line, choose_all)
             continue
+        each, change = "is called {:,} times a pass, and no call", "one call for all of them, on what they are given"
+        has_list = calls.module.endswith(".*")
+        if has_list:
+            each = "are called one by one, {:,} times a pass, and none"
+            change = "one operation for all of them, with their weights"
+        elif calls.sizes > 1:
+            change = "one call for all of one size, on what they are given"
         yield Cause(
             code="loop",
-            cause=f"{calls.module} is called {calls.calls:,} times a pass, and no call needs another's result",
+            cause=f"{calls.module} {each.format(calls.calls)} needs another's result",
             detail=f": {len(times_ns):,} kernels",
-            line=_find_calling_line(evidence, calls.module),
+            line=line,
             module=calls.module,
-            change=f"one call for all of {'one size' if calls.sizes > 1 else 'them'}, on what they are given stacked "
-            "together",
+            change=f"{change} stacked together",
             changes=[fuse(choose, _size_of_all)],
-            costs="a batch norm then sees all of them together",
+            costs=None if has_list else "a batch norm then sees all of them together",
             evidence={"calls": calls.calls, "kernels": len(times_ns), "time_ns": sum(times_ns)},
         )
 
 
-def _describe_loop_around(
-    evidence: Evidence, calls: IndependentCalls, around: str, groups: Sequence[Sequence[int]]
+def _loops_apart(evidence: Evidence) -> Iterator[Cause]:
+    """A module's own code computes in a loop, as for each variable or head, though no turn needs another's result."""
+    if evidence.step is None or evidence.work is None:
+        return
+    for loop in evidence.work.independent_turns:
+
+        def choose(step: ReplayedStep, loop: IndependentTurns = loop) -> list[list[int]]:
+            return _group_turns(evidence, step, loop.module, loop.turns)
+
+        if choose(evidence.step):
+            line = SourceLine(loop.file, loop.line, loop.function)
+            yield _describe_loop(evidence, loop.module, loop.turns, line, choose)
+
+
+def _describe_loop(
+    evidence: Evidence,
+    around: str,
+    turns: int,
+    line: SourceLine | None,
+    choose: Callable[[ReplayedStep], Sequence[Sequence[int]]],
 ) -> Cause:
-    """Return the loop of the module that makes these calls, where its turns compute most themselves.
+    """Return a module's loop, whose turns compute most themselves.
 
     So a mixture calls its experts one by one: what it selects, multiplies and adds for each is in the loop, too.
     """
     assert evidence.step is not None
-
-    def choose(step: ReplayedStep) -> list[list[int]]:
-        return [*_group_alike(evidence, step, calls), *_group_turns(evidence, step, calls, around)]
-
-    times_ns = [evidence.step.columns.duration_ns[row] for group in groups for row in group]
+    times_ns = [evidence.step.columns.duration_ns[row] for group in choose(evidence.step) for row in group]
     here = [line for line in evidence.operator_lines if line.path and kind_of(line.path[-1]) == around]
     places = {(line.file, line.line) for line in here}
-    waiting = [line for line in evidence.lines if line.place in places and line.waits >= calls.calls]
+    waiting = [line for line in evidence.lines if line.place in places and line.waits >= turns]
     return Cause(
         code="loop",
-        cause=f"{around} computes in a loop of {calls.calls:,} turns, and none needs another's result",
+        cause=f"{around} computes in a loop of {turns:,} turns, and none needs another's result",
         detail=f": {len(times_ns):,} kernels",
-        line=_find_calling_line(evidence, calls.module),
+        line=line,
         module=around,
         change="one operation for all turns: products of all at once (torch.bmm, or grouped), on what each is given",
         changes=[fuse(choose, _size_of_all), *edits(*{f"no-wait:{line.file}:{line.line}" for line in waiting})],
-        evidence={"calls": calls.calls, "kernels": len(times_ns), "time_ns": sum(times_ns)},
+        evidence={"calls": turns, "kernels": len(times_ns), "time_ns": sum(times_ns)},
     )
 
 
-def _group_turns(evidence: Evidence, step: ReplayedStep, calls: IndependentCalls, around: str) -> list[list[int]]:
-    """Return a module's own operations that each turn of its loop makes, each with those of the other turns."""
+def _group_turns(evidence: Evidence, step: ReplayedStep, around: str, turns: int | str) -> list[list[int]]:
+    """Return a module's own operations that each turn of its loop makes, each with those of the other turns.
+
+    ``turns`` is how many there are in a call, or which module each of them calls.
+    """
     operations, groups = evidence.operations(step), list[list[int]]()
     for phase in (FORWARD, BACKWARD):
-        parts = evidence.operations_in(step, evidence.module_ranges.get((phase, calls.module), ()))
-        firsts = [first for first, *_ in parts]
+        called = evidence.module_ranges.get((phase, turns), ()) if isinstance(turns, str) else ()
+        firsts = {first for first, *_ in evidence.operations_in(step, called)}
         for rows in evidence.operations_in(step, evidence.module_ranges.get((phase, around), ())):
-            turns = len({*firsts} & {*rows})
+            count = turns if isinstance(turns, int) else len(firsts & {*rows})
             own = defaultdict[str, list[int]](list)
             for row in rows:
                 if operations[row].module == around:
                     own[operations[row].name].append(row)
             for alike in own.values():
-                each = round(len(alike) / max(turns, 1))
-                groups += [alike[at::each] for at in range(each) if turns > 1]
+                each = round(len(alike) / max(count, 1))
+                groups += [alike[at::each] for at in range(each) if count > 1]
     return groups
 
 
@@ -224,13 +253,13 @@ def _group_alike(evidence: Evidence, step: ReplayedStep, calls: IndependentCalls
     assert evidence.trace is not None
     ranges, operations = evidence.trace.trace.ranges, evidence.operations(step)
     passes = _number_passes(operations)
-    groups = defaultdict[tuple[str, int, int, str, int], list[int]](list)
+    groups = defaultdict[tuple[str, str, int, str, int], list[int]](list)
     for phase in (FORWARD, BACKWARD):
         for at in evidence.module_ranges.get((phase, calls.module), ()):
-            count = Counter[str]()
+            count, module = Counter[str](), name_in_list(evidence.trace.trace.names[ranges.name[at]])
             for row in (row for call in evidence.operations_in(step, [at]) for row in call):
                 name = operations[row].name
-                groups[phase, int(ranges.name[at]), passes[row], name, count[name]].append(row)
+                groups[phase, module, passes[row], name, count[name]].append(row)
                 count[name] += 1
     parts = (part for group in groups.values() for part in _split(group, calls.sizes))
     return [part for part in parts if len(part) > 1]
@@ -400,4 +429,4 @@ def _make_layers(evidence: Evidence, module: str, layers: int, *, is_fused: bool
     return [change for phase in _JOINT_PRODUCTS for change in make_layers(phase)]
 
 
-CALLS = (_loops_of_cells, _unread_passes, _separate_calls, _repeated_calls)
+CALLS = (_loops_of_cells, _unread_passes, _separate_calls, _loops_apart, _repeated_calls)

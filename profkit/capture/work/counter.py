@@ -41,6 +41,7 @@ from profkit.capture.work.needless import (
     Parameters,
     RangeOf,
     SameInputs,
+    TurnsApart,
 )
 from profkit.capture.work.operator_work import (
     Buffers,
@@ -164,6 +165,7 @@ class WorkCounter(OperatorMode, RangeObserver):
         self._needed, self._computed = GradientFlow(chain.from_iterable(stepped.values())), GradientFlow(differentiated)
         self._apart = GradientsApart(stepped)
         self._separate, self._repeated = CallsApart(self._computed.weights), SameInputs(self._computed.weights)
+        self._turns = TurnsApart()
         self._model_flops = 0
         self._work: dict[tuple[str, ...], Any] = {}
         self._is_entered = False
@@ -273,6 +275,7 @@ class WorkCounter(OperatorMode, RangeObserver):
             tables=tuple(self._describe_tables()),
             independent_calls=tuple(self._separate.describe()),
             repeated_calls=tuple(self._repeated.describe()),
+            independent_turns=tuple(self._turns.describe()),
             optimizer_steps=self._apart.steps,
         )
 
@@ -413,6 +416,7 @@ class WorkCounter(OperatorMode, RangeObserver):
         place = None if {BACKWARD, OPTIMIZER}.intersection(path) else find_place(frame)
         if place is None or threading.get_ident() != self._main:
             return
+        self._turns.did(self._innermost(), work, place)
         sums = self._lines.setdefault((path, name, work.dtype, place), Counter())
         sums["count"] += 1
         sums["flops"] += work.products.flops

@@ -10,10 +10,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from profkit.capture.line_samples import Place, describe
 from profkit.capture.work import Instance
 from profkit.capture.work.operator_work import Buffers, OperatorWork, storage_of
-from profkit.names import BACKWARD, FORWARD, kind_of
-from profkit.run.work import GivenMask, IndependentCalls, Padding, RepeatedCalls, ScoredPositions, UnreadGradients
+from profkit.names import BACKWARD, FORWARD, kind_of, name_in_list
+from profkit.run.work import (
+    GivenMask,
+    IndependentCalls,
+    IndependentTurns,
+    Padding,
+    RepeatedCalls,
+    ScoredPositions,
+    UnreadGradients,
+)
 
 _RANDOM = ("dropout", "bernoulli", "rand", "normal_", "uniform", "exponential", "multinomial")
 """Parts of the names of operators that draw random numbers."""
@@ -253,6 +262,11 @@ def _by_kind(
 MANY, MANY_OF_MODEL = 8, 2
 """Calls in one pass, of a module or of the whole model, from which on one call for all of them is worth a thought."""
 
+_MOST_APART = 0.7
+"""A loop whose turns need no other one has so many of its operators without such a need; some add up."""
+_OfLine = tuple[Place, str]
+"""A line and one of its operators."""
+
 _OF_MODEL = (FORWARD, "model")
 """A path as long as that of an outermost call."""
 
@@ -289,16 +303,18 @@ class CallsApart:
             self._calls.clear()
             self._made.clear()
         elif path[0] == FORWARD and len(path) > 1:
-            self._number[instance] = self._calls[path[-1]]
-            self._calls[path[-1]] += 1
-            self._found[path] = max(self._found.get(path, 0), self._calls[path[-1]])
+            name = name_in_list(path[-1])
+            path = *path[:-1], name
+            self._number[instance] = self._calls[name]
+            self._calls[name] += 1
+            self._found[path] = max(self._found.get(path, 0), self._calls[name])
 
     def convolves(self, innermost: Instance, size: tuple[int, ...]) -> None:
         """Images of a size are convolved within an instance and those around it: no call takes several sizes."""
         for instance in innermost.chain() if len(size) > 1 else ():
             if instance in self._number and instance not in self._convolve:
                 self._convolve.add(instance)
-                self._sizes.setdefault(instance.path[-1], set()).add(size)
+                self._sizes.setdefault(name_in_list(instance.path[-1]), set()).add(size)
 
     def did(self, innermost: Instance, work: OperatorWork) -> None:
         """An operator ran within an instance and those around it."""
@@ -313,7 +329,7 @@ class CallsApart:
         for instance in innermost.chain() if is_result else ():
             number = self._number.get(instance)
             if number or (number is not None and len(instance.path) == len(_OF_MODEL)):
-                name = instance.path[-1]
+                name = name_in_list(instance.path[-1])
                 if made.get(name, number) < number:
                     self._depend.add(name)
                 made[name] = number
@@ -343,6 +359,59 @@ class CallsApart:
 
     def _count_sizes(self, path: tuple[str, ...]) -> int:
         return max(1, len(self._sizes.get(path[-1], ())))
+
+
+class TurnsApart:
+    """Finds loops in a module's own code of which no turn needs what another one made.
+
+    A line's operator is followed within one call of the module: does it compute with what it made before? What a line
+    adds up over all turns does. A loop is told by how often its operators run; those that multiply make it worth while.
+    """
+
+    def __init__(self) -> None:
+        self._counts: defaultdict[Instance, Counter[_OfLine]] = defaultdict(Counter)
+        self._made: dict[Hashable, dict[tuple[Instance, _OfLine], int]] = {}
+        """By memory, the latest run of each operator of a call that is still open which went into it."""
+        self._depend: set[tuple[Instance, _OfLine]] = set()
+        self._multiply: set[_OfLine] = set()
+
+    def did(self, innermost: Instance, work: OperatorWork, place: Place) -> None:
+        """An operator ran for a line of the user's own within an instance and those around it."""
+        if innermost.path[:1] != (FORWARD,) or len(innermost.path) < len(_OF_MODEL):
+            return
+        written = {access.buffer for access in work.writes}
+        read = {access.buffer for access in work.reads} - written
+        around, made = set(innermost.chain()), dict[tuple[Instance, _OfLine], int]()
+        for buffer in read:
+            for run, number in self._made.get(buffer, {}).items():
+                if run[0] in around:
+                    made[run] = max(number, made.get(run, 0))
+        own = innermost, (place, work.name)
+        number = self._counts[innermost][own[1]]
+        self._counts[innermost][own[1]] += 1
+        if own in made:
+            self._depend.add(own)
+        if work.products.flops:
+            self._multiply.add(own[1])
+        made[own] = number
+        for buffer in written:
+            self._made[buffer] = self._made.get(buffer, {}) | made
+
+    def describe(self) -> Iterator[IndependentTurns]:
+        """Yield one loop a kind of module: that of most turns, at the line that multiplies first."""
+        found: dict[str, IndependentTurns] = {}
+        for instance, counts in self._counts.items():
+            loop = [run for run, count in counts.items() if count >= MANY]
+            apart = [run for run in loop if (instance, run) not in self._depend]
+            products = [run for run in apart if run in self._multiply]
+            turns = counts[products[0]] if products else 0
+            line = describe(products[0][0]) if products else None
+            if line is None or line.file is None or len(apart) < _MOST_APART * len(loop):
+                continue
+            kind = kind_of(instance.path[-1])
+            if kind not in found or turns > found[kind].turns:
+                found[kind] = IndependentTurns(kind, turns, line.file, line.line, line.function)
+        yield from found.values()
 
 
 class SameInputs:
