@@ -717,6 +717,15 @@ def turns_apart(turns: int) -> tuple[Program, dict[str, Any]]:
     return equal_steps(*passes, launch(NVJET, MS), wait), works(independent_turns=[found] * bool(turns))
 
 
+def takes_views(count: int, joins: int = 100) -> tuple[Program, dict[str, Any]]:
+    """Return steps of a module that takes vectors one by one, and puts them together: backward adds up each one's."""
+    slicing = within("forward/model/regulator", *[python(9_000), launch("CatArrayBatchedCopy", 1_000)] * joins)
+    summing = within("backward/model/regulator", *[launch(SUM, 2_000)] * count)
+    lines = [line(MS, "forward", "x.expand", line=69, file="/code/model.py", function="forward")]
+    counted = works(("regulator", "cat", 70, MIB))
+    return equal_steps(slicing, launch(NVJET, MS), summing, wait), {**counted, "lines": lines}
+
+
 def calls_experts(module: str) -> tuple[Program, dict[str, Any]]:
     """Return steps that call each of 32 experts of a layer once."""
     kernels = [launch(name, 4_000) for name in (NVJET, ADD, NVJET)]
@@ -1012,6 +1021,7 @@ NEARLY: list[Case] = [
     # Each call has work enough for the GPU, or needs the one before it.
     ("loop", *separate_calls(100_000)),
     ("loop", *turns_apart(0)),
+    ("loop", *takes_views(20, joins=3)),
     ("loop", *separate_calls(4_000, is_independent=False)),
     # Each turn asks the model what the next one computes with, as a rollout does; also one without code of one's own.
     ("loop", *looped_outside("self.model")),
@@ -1253,6 +1263,7 @@ NAMED: dict[str, Case] = {
     "a loop around a module": ("loop", *mixture(3, 1)),
     "a loop in a module's own code": ("loop", *turns_apart(32)),
     "modules of a list": ("loop", *calls_experts("experts.*")),
+    "vectors of a tensor": ("loop", *takes_views(400)),
     "a loop around a module that has most of its kernels": ("loop", *mixture(1, 3)),
     "a block whose backward pass nobody needs": ("unread-gradients", *frozen(1, 1)),
     "cumulative sums over an outer axis": ("scan", scanned(3 * MS), works(("router", "cumsum", 65, MIB))),
@@ -1425,6 +1436,7 @@ WITHOUT: dict[str, tuple[float, float | None]] = {
     "a loop around a module": (MS + 4 * 28_000, 0.02),
     # Of 32 turns a kernel each: 4 µs, and 0.4 of what the others take beyond a kernel's start.
     "a loop in a module's own code": (MS + 8 * (4_000 + 0.4 * 31 * 1_500), 0.05),
+    "vectors of a tensor": (MS + 20_000, 0.05),
     "modules of a list": (MS + 6 * (4_000 + 0.4 * 31 * 1_500), 0.05),
     "a loop whose turns call a function": (10 * 101_000 + 20_000, 0.02),
     # Neither is waited for: only the GPU's 100 kernels are left.

@@ -84,6 +84,9 @@ def _chains(evidence: Evidence) -> Iterator[Cause]:
         run[0].module for run in runs if run[0].phase == BACKWARD and any("CUDAFunctor_add" in one.name for one in run)
     }
     written = [run for run in runs if run[0].phase not in others and _is_written_out(run)]
+    # Views run nothing in forward, and a kernel each in backward.
+    places = {run[0].module for run in written}
+    written += [run for run in runs if _is_of_views(run) and run[0].module not in places]
     # A gate has the same kernels, but its two gradients are those of two tensors.
     written = [run for run in written if not _is_silu(run) or run[0].module in summing]
     alike: defaultdict[tuple[str, ...], dict[ChainPlace, list[Run]]] = defaultdict(dict)
@@ -201,6 +204,12 @@ def _is_written_out(run: Run) -> bool:
     return len(run) >= (_MANY if has_own else _FEW) or _is_silu(run)
 
 
+def _is_of_views(run: Run) -> bool:
+    """Return whether backward goes through so many views of one module's that a loop has made them."""
+    is_long = len(run) >= _VERY_MANY and _repeats(run) and _are_short(run)
+    return is_long and run[0].phase == BACKWARD and run[0].module is not None
+
+
 def _is_silu(run: Run) -> bool:
     """Return whether a run is a product with a sigmoid of as many numbers."""
     names, times_ns = [one.name for one in run], [one.duration_ns for one in run]
@@ -214,7 +223,8 @@ def _kind_of_place(place: ChainPlace, runs: Sequence[Run]) -> tuple[str, str, st
 
 
 def _find_longest(runs: Sequence[Run]) -> Run:
-    return max((run for run in runs if run[0].phase != BACKWARD), key=len)
+    views = [run for run in runs if _is_of_views(run)]
+    return max(views or [run for run in runs if run[0].phase != BACKWARD], key=len)
 
 
 def _name_alike(place: ChainPlace, code: str) -> tuple[str, ...]:
@@ -232,6 +242,9 @@ def _describe_chains(evidence: Evidence, chains: Mapping[ChainPlace, Sequence[Ru
     if code in ("norm", "chain") and _compares_pairs(evidence, module):
         code, what, change = _PAIRS
     runs = [run for chain in chains.values() for run in chain]
+    has_views = any(map(_is_of_views, runs))
+    if has_views:
+        what = "a loop takes parts of a tensor one by one"
     is_outside = code == "loop" and module is None
     looping = _find_call_that_loops(evidence, phase) if is_outside else None
     if is_outside and _asks_the_model(evidence, looping):
@@ -247,17 +260,23 @@ def _describe_chains(evidence: Evidence, chains: Mapping[ChainPlace, Sequence[Ru
         change=change,
         changes=[
             *(_fuse_chain(evidence, code, place, chain) for place, chain in chains.items()),
-            *(_stop_reading_turns(evidence, module, looping) if code == "loop" else ()),
+            *(_stop_reading_turns(evidence, module, looping, has_views=has_views) if code == "loop" else ()),
         ],
         worth=WORTH_COMPILING if code == "chain" else WORTH,
         evidence={"kernels": sum(map(len, runs)), "time_ns": sum(one.duration_ns for run in runs for one in run)},
     )
 
 
-def _stop_reading_turns(evidence: Evidence, module: str | None, looping: LineTime | None) -> Sequence[StepChange]:
+def _stop_reading_turns(
+    evidence: Evidence, module: str | None, looping: LineTime | None, *, has_views: bool
+) -> Sequence[StepChange]:
     """Return that nobody reads from the GPU what a loop goes over, as its line above its body does, or in each turn."""
     body = evidence.find_operator_line(module, lambda line: line.count)
     heads = [line for line in evidence.lines if body and line.file == body.file and line.line == body.line - 1]
+    if body is not None and has_views:
+        # Views that nobody makes take no Python either.
+        slicing = [line for line in evidence.lines if (line.file, line.function) == (body.file, body.function)]
+        return edits(*{f"no-host:{line.file}:{line.line}" for line in slicing if line.thread == "main"})
     if looping is not None:
         heads += [line for line in evidence.call_tree.under(looping) if not line.is_caller and line.waits >= _MANY]
     return edits(*{f"no-host:{line.file}:{line.line}" for line in heads if line.waits >= 1 and line.thread == "main"})
