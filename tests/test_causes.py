@@ -596,7 +596,7 @@ def restarts(start_ns: int, batches: int = 10, *, stay: bool = False) -> tuple[P
     """Return steps whose workers make batches of 1 ms in time, and are started anew for every ten batches, or stay."""
     program, given = waits_in_bursts(MS, FORWARD)
     loading = {"workers": 4, "batches_per_step": 1.0, "epoch_batches": batches, "epoch_start_ns": start_ns}
-    loading["keeps_workers"] = stay
+    loading["starts_workers"] = not stay
     return program, {**given, "processes": [{"pid": 7, "loading": loading}]}
 
 

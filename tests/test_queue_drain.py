@@ -189,16 +189,14 @@ def test_an_epoch_of_workers_that_stay_is_known_from_the_second_on(monkeypatch: 
     loading.install()
     stays = DataLoader(Numbers(), batch_size=2, num_workers=1, persistent_workers=True)
     list(stays)
-    assert loading.epoch == Epoch(), "that its workers start is no part of later ones"
+    assert loading.epoch == Epoch(4, 0, starts_workers=False), "that its workers start is no part of later ones"
     list(stays)
     assert (loading.epoch.batches, loading.epoch.starts_workers) == (4, False)
     assert loading.epoch.start_ns > 0
     list(DataLoader(Numbers(), batch_size=4, num_workers=1))
-    assert (loading.epoch.batches, loading.epoch.starts_workers) == (2, True), (
-        "this one costs more, though it is shorter"
-    )
-    list(stays)
-    assert loading.epoch.starts_workers
+    assert loading.epoch.batches == 4, "that of an evaluation begins in other steps"
+    list(DataLoader(Numbers(), num_workers=1))
+    assert (loading.epoch.batches, loading.epoch.starts_workers) == (8, True)
 
 
 def test_how_long_later_steps_wait_is_known_once_the_queue_is_empty_again() -> None:

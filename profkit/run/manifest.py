@@ -218,9 +218,10 @@ class Loading:
     ``needed_steps`` had to go by; the first ``drained_steps`` in the trace do not count for that reason, and
     ``first_step`` is the number of the first that does.
 
-    A loader of ``epoch_batches`` batches starts its workers anew for each epoch; the program last waited
-    ``epoch_start_ns`` for the former ones' end, for these, and for the first batch. Both are 0 where batches cannot be
-    counted. ``keeps_workers``: those of all loaders stay for the next epoch; then it waited for the batch alone.
+    The longest loader has ``epoch_batches`` batches an epoch, for each of which it starts its workers anew, or goes on
+    with them (``starts_workers`` is False); the program last waited ``epoch_start_ns`` for the former ones' end, for
+    these, and for the first batch. Both are 0 where batches cannot be counted, and the latter where workers went on
+    from no epoch before. ``keeps_workers``: those of all loaders stay from one epoch to the next.
 
     ``later_wait_ns`` is the mean wait for data of usual steps after the recording, with no recorder on and once the
     queue was as usual again; None if there were too few.
@@ -235,6 +236,7 @@ class Loading:
     first_step: int = 0
     epoch_batches: int = 0
     epoch_start_ns: int = 0
+    starts_workers: bool = True
     keeps_workers: bool = False
     later_wait_ns: int | None = None
 

@@ -61,20 +61,21 @@ class Queue:
 class Epoch:
     """An epoch of so many batches, for which a loader started its workers (``starts_workers``), or went on with them.
 
-    ``start_ns`` is what the program waited for the last one's workers to end, for these, and for the first batch.
+    ``start_ns`` is what the program waited for the last one's workers to end, for these, and for the first batch; 0 of
+    the first epoch of workers that stay, which is like no other.
     """
 
     batches: int = 0
     start_ns: int = 0
-    starts_workers: bool = False
+    starts_workers: bool = True
 
 
 class DataLoading:
     """Calls ``begins`` and ``ends`` around each wait for a data loader, on the thread that waits.
 
     A loader that reads from another one, in the same process, waits within its own wait: both are reported.
-    ``epoch`` is the last one of the longest loader that starts workers for each, else of the longest whose workers went
-    on from one before. ``keeps_workers``: those of all loaders with workers stay from one epoch to the next.
+    ``epoch`` is the last one of the longest loader with workers: others, as of an evaluation, begin theirs in other
+    steps. ``keeps_workers``: those of all loaders with workers stay from one epoch to the next.
     """
 
     def __init__(self, begins: Callable[[], None], ends: Callable[[], None]) -> None:
@@ -157,9 +158,8 @@ class DataLoading:
             with suppress(TypeError):  # a kind of iterator that nothing may refer to weakly
                 if not is_batch:
                     keeps = bool(getattr(loader, "persistent_workers", False))
-                    # The first epoch of workers that stay is like no other.
-                    batches = 0 if keeps and result not in self._iterators else count_batches(loader)
-                    self._starting[result] = Epoch(batches, self._ended_ns + waited_ns, not keeps)
+                    start_ns = 0 if keeps and result not in self._iterators else self._ended_ns + waited_ns
+                    self._starting[result] = Epoch(count_batches(loader), start_ns, not keeps)
                     self._ended_ns = 0
                 elif getattr(loader, "_num_workers", 0) > 0:
                     self._taken += 1
@@ -171,9 +171,8 @@ class DataLoading:
         return waited
 
     def _first_came(self, epoch: Epoch, waited_ns: int) -> None:
-        last = self.epoch
-        if epoch.batches and (epoch.starts_workers, epoch.batches) >= (last.starts_workers, last.batches):
-            self.epoch = replace(epoch, start_ns=epoch.start_ns + waited_ns)
+        if epoch.batches and epoch.batches >= self.epoch.batches:
+            self.epoch = replace(epoch, start_ns=epoch.start_ns and epoch.start_ns + waited_ns)
 
 
 def is_loader_worker() -> bool:
@@ -274,6 +273,7 @@ class QueueDrain:
                 first_step=number + drained,
                 epoch_batches=self._loading.epoch.batches,
                 epoch_start_ns=self._loading.epoch.start_ns,
+                starts_workers=self._loading.epoch.starts_workers,
                 keeps_workers=self._loading.keeps_workers,
             )
         return drained + more
@@ -297,6 +297,7 @@ class QueueDrain:
             later_wait_ns=mean_wait(steps[emptied:], before.burst_steps),
             epoch_batches=self._loading.epoch.batches,
             epoch_start_ns=self._loading.epoch.start_ns,
+            starts_workers=self._loading.epoch.starts_workers,
         )
 
 
