@@ -74,6 +74,28 @@ def test_a_model_is_called_by_its_variable_and_by_nothing_where_torch_calls_it(n
     assert names.known(other) is None
 
 
+def test_a_model_that_a_function_is_given_is_called_by_what_its_caller_passes(names: VariableNames) -> None:
+    """Else a policy and the reference beside it would both be the ``model`` of the function that scores them."""
+
+    def score(x: Any, model: nn.Module) -> Any:
+        return model(x)
+
+    def score_by_keyword(model: nn.Module, *, x: Any) -> Any:
+        return score(x, model=model)
+
+    class Judge:
+        def score(self, judged: nn.Module) -> Any:
+            return judged(torch.ones(1, 1))
+
+    policy, reference, rewards, unknown = (_model(names) for _ in range(4))
+    score(torch.ones(1, 1), policy)
+    score_by_keyword(reference, x=torch.ones(1, 1))
+    Judge().score(rewards)
+    score(*(torch.ones(1, 1), unknown))
+    found = [names.known(model) for model in (policy, reference, rewards, unknown)]
+    assert found == ["policy", "reference", "rewards", "model"]
+
+
 def test_names_that_do_not_tell_apart_give_way_to_numbers(names: VariableNames) -> None:
     optimizers = [_optimizer(names) for _ in range(2)]
     for one in optimizers:

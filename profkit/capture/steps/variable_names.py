@@ -94,8 +94,29 @@ def _name_of_called() -> str | None:
         called = call.func
         if isinstance(called, ast.Attribute) and called.attr == "generate":
             called = called.value
-        return _last_name(called)
+        return _name_passed(frame, called) or _last_name(called)
     return None
+
+
+def _name_passed(frame: FrameType, expression: ast.expr) -> str | None:
+    """Return the variable that a function's callers pass for the parameter of this name; None if it is none."""
+    name = None
+    while isinstance(expression, ast.Name):
+        code, caller = frame.f_code, frame.f_back
+        parameters = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+        if caller is None or expression.id not in parameters:
+            break
+        _, call = call_at(caller.f_code, caller.f_lasti)
+        is_it = call is not None and _last_name(call.func) == code.co_name
+        if call is None or not is_it or any(isinstance(one, ast.Starred) for one in call.args):
+            break
+        at = parameters.index(expression.id) - (isinstance(call.func, ast.Attribute) and parameters[0] == "self")
+        named = [keyword.value for keyword in call.keywords if keyword.arg == expression.id]
+        given = named or call.args[at : at + 1]
+        if not given or _last_name(given[0]) is None:
+            break
+        frame, expression, name = caller, given[0], _last_name(given[0])
+    return name
 
 
 def _name_of_stepping() -> str | None:
