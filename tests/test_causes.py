@@ -2117,6 +2117,11 @@ def test_how_much_of_rare_steps_a_line_has_is_said_unless_it_has_most(tmp_path: 
     found = advise(replace(fit, error_ns=2 * MS), replace(fit, phase="backward"))
     assert found.cause == "one step in 10 takes 40 ms longer, in trainer.fit itself"
     assert found.change == "evaluate, save or log less often, or less of it"
+    reads = replace(fit, error_ns=2 * MS, waits=12.8, waiting_ns=3 * MS)
+    found = advise(reads, replace(fit, phase="backward"))
+    assert found.cause == "one step in 10 takes 40 ms longer, in trainer.fit, mostly waits for 128 reads from the GPU"
+    assert found.change.startswith("return fewer tensors from the model")
+    assert advise(replace(reads, waits=6), replace(fit, phase="backward")).cause.endswith("in trainer.fit itself")
     waits = replace(fit, phase="data", error_ns=2 * MS)
     found = advise(waits, replace(fit, phase="backward", time_ns=MS))
     assert found.cause == "one step in 10 takes 40 ms longer, in trainer.fit, mostly a wait for data"

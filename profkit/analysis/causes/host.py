@@ -289,6 +289,10 @@ def _rare_steps(evidence: Evidence) -> Iterator[Cause]:
             change = "evaluate, save or log less often, or less of it"
         if any(map(_reads_classes, evidence.lines_of_rare_steps)) or _gathers_outputs(rare.line):
             change = f"preprocess_logits_for_metrics that returns classes: no scores are gathered; or {change}"
+        reads = round(rare.line.waits * every)
+        if reads >= _MANY_READS and rare.line.waiting_ns >= _COVERED * rare.line.time_ns:
+            what = f"in {name}, mostly waits for {reads:,} reads from the GPU"
+            change = f"return fewer tensors from the model, as without output_hidden_states; or {change}"
         if _saves_checkpoint(rare.line):
             what, change = f"in {name}, which saves a checkpoint", "save checkpoints less often, or less of the state"
     cause, detail = f"{rare.which} {name_ms(rare.longer_ns)} longer", f", {what}"
