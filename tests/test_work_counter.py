@@ -321,6 +321,31 @@ def test_a_line_has_the_operators_that_it_calls_by_kind_of_range() -> None:
     assert {(line["file"], line["function"].rpartition(".")[2]) for line in found.values()} == {(__file__, "run")}
 
 
+@pytest.mark.parametrize(
+    ("ends", "found"),
+    [
+        ((3, 5), (20, 16, 14)),  # with what may be the longer sample's own end
+        ((0, 4), (20, 20, 17)),
+        ((1, 1), (20, 20, 20)),  # all end with one token, as the end of a text
+        ((10, 10), (20, 20, 20)),
+    ],
+)
+def test_without_a_mask_padding_is_what_all_samples_end_with(ends: tuple[int, int], found: tuple[int, ...]) -> None:
+    words, kinds = nn.Embedding(40, 4), nn.Embedding(2, 4)
+    tokens = torch.arange(1, 21).reshape(2, 10)
+    for row, count in enumerate(ends):
+        tokens[row, 10 - count :] = 0
+    with counting() as counter, annotate("forward"), annotate("model"):
+        words(tokens) + kinds(torch.zeros_like(tokens))
+        words(tokens[0])
+    assert counter.content().padding == Padding(*found)
+    with counting() as counter:
+        counter.model_called({"attention_mask": torch.ones(2, 10, dtype=torch.bool)})
+        with annotate("forward"), annotate("model"):
+            words(tokens)
+    assert counter.content().padding == Padding(20, 20, 20), "a mask says so itself"
+
+
 def test_padding_is_what_no_sample_of_a_batch_reaches() -> None:
     """Seen where a module is called, with masks of any side and type; looking does no work that counts."""
     with counting() as counter:

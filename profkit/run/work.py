@@ -110,7 +110,8 @@ class OperatorLine:
 
 @dataclass(frozen=True)
 class Padding:
-    """The positions of a step's samples, by the ``attention_mask`` of each outermost call.
+    """The positions of a step's samples, by the ``attention_mask`` of each outermost call, or else by what all samples'
+    tokens end with.
 
     ``in_longest`` of them lie within the longest sample of their batch; ``used`` are no padding.
     """

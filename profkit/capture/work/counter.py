@@ -56,6 +56,7 @@ from profkit.capture.work.operators import base_name, has_other_gradient, name_a
 from profkit.names import (
     BACKWARD,
     COUNTED,
+    FORWARD,
     OPTIMIZER,
     STEP,
     WARMUP,
@@ -80,6 +81,8 @@ _CTC_LOSS = "torch.ctc_loss"
 _OF_BATCH = 3
 """Scores of a batch have positions, samples and classes."""
 _LOSS_OF_CLASSES = "nll_loss_forward"
+_OF_TOKENS = 2
+"""Tokens have a dimension of samples and one of positions."""
 _OF_POSITIONS = 2
 """Scores for a loss have positions and classes."""
 _IGNORED = -100
@@ -388,6 +391,8 @@ class WorkCounter(OperatorMode, RangeObserver):
                         self._scoring[returned.shape[-1]] = self._module()
                     if work.name == _LOSS_OF_CLASSES:
                         self._note_targets(name_arguments(func, args, kwargs))
+                    if work.name == "embedding" and FORWARD in self._innermost().path:
+                        self._note_tokens(*args[:2])
                     if _FUSED_ATTENTION.fullmatch(work.name):
                         self._note_mask(name_arguments(func, args, kwargs))
         except Exception as error:  # the program goes on
@@ -439,6 +444,10 @@ class WorkCounter(OperatorMode, RangeObserver):
         module = self._scoring.get(scores.shape[-1])
         if module and scores.dim() == targets.dim() + 1 == _OF_POSITIONS:
             self._look_at_masks(lambda masks: masks.add_targets(module, targets, given.get("ignore_index", _IGNORED)))
+
+    def _note_tokens(self, table: torch.Tensor, tokens: torch.Tensor) -> None:
+        if tokens.dim() == _OF_TOKENS and len(tokens) > 1:
+            self._look_at_masks(lambda masks: masks.add_tokens(tokens, len(table)))
 
     def _note_mask(self, given: dict[str, Any]) -> None:
         mask = given.get("attn_bias", given.get("attn_mask"))

@@ -482,6 +482,8 @@ class Masks:
 
     def __init__(self) -> None:
         self._padding: list[tuple[int, torch.Tensor]] = []
+        self._tokens: defaultdict[int, list[tuple[int, torch.Tensor]]] = defaultdict(list)
+        """The same by the tokens of a vocabulary of so many."""
         self._given: defaultdict[str, list[torch.Tensor]] = defaultdict(list)
         self._targets: defaultdict[str, list[tuple[int, torch.Tensor]]] = defaultdict(list)
 
@@ -494,6 +496,18 @@ class Masks:
         """Take the same of a batch of samples of so many positions, whose lengths are known."""
         own = torch.as_tensor(lengths).detach()
         self._padding.append((positions * len(own), torch.stack([own.max() * len(own), own.sum()])))
+
+    def add_tokens(self, tokens: torch.Tensor, vocabulary: int) -> None:
+        """Take the tokens of (samples, positions) that an embedding is given: what all samples end with is padding.
+
+        The first of these may be a sample's own end. Tokens that are all one say nothing.
+        """
+        last = tokens.detach()[:, -1:]
+        ends = (tokens.detach() == last).flip(1).cumprod(1).sum(1) - 1
+        ends = ends * (ends.min() < tokens.shape[1] - 1)
+        shared = ends.min() * (last == last[0]).all()
+        longest = tokens.numel() - shared * len(tokens)
+        self._tokens[vocabulary].append((tokens.numel(), torch.stack([longest, tokens.numel() - ends.sum()])))
 
     def add_attention(self, module: str, mask: torch.Tensor) -> None:
         """Take the mask of (…, queries, keys) that a module's fused attention is given, as numbers or what is seen."""
@@ -514,7 +528,8 @@ class Masks:
         self._targets[module].append((targets.numel(), (targets.detach() != ignored).sum()))
 
     def padding(self) -> Padding | None:
-        counts = [(positions, *used.tolist()) for positions, used in self._padding]
+        given = self._padding or self._tokens[max(self._tokens, default=0)]
+        counts = [(positions, *used.tolist()) for positions, used in given]
         return Padding(*map(sum, zip(*counts, strict=True))) if counts else None
 
     def given(self) -> Iterator[GivenMask]:
