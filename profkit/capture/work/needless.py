@@ -264,8 +264,6 @@ MANY, MANY_OF_MODEL = 8, 2
 
 _MOST_APART = 0.7
 """A loop whose turns need no other one has so many of its operators without such a need; some add up."""
-_OfLine = tuple[Place, str]
-"""A line and one of its operators."""
 
 _OF_MODEL = (FORWARD, "model")
 """A path as long as that of an outermost call."""
@@ -369,11 +367,13 @@ class TurnsApart:
     """
 
     def __init__(self) -> None:
-        self._counts: defaultdict[Instance, Counter[_OfLine]] = defaultdict(Counter)
-        self._made: dict[Hashable, dict[tuple[Instance, _OfLine], int]] = {}
+        self._numbers: dict[tuple[Place, str], int] = {}
+        """A number for each line and operator: to look up a place takes far longer."""
+        self._counts: defaultdict[Instance, Counter[int]] = defaultdict(Counter)
+        self._made: dict[Hashable, dict[tuple[Instance, int], int]] = {}
         """By memory, the latest run of each operator of a call that is still open which went into it."""
-        self._depend: set[tuple[Instance, _OfLine]] = set()
-        self._multiply: set[_OfLine] = set()
+        self._depend: set[tuple[Instance, int]] = set()
+        self._multiply: set[int] = set()
 
     def did(self, innermost: Instance, work: OperatorWork, place: Place) -> None:
         """An operator ran for a line of the user's own within an instance and those around it."""
@@ -381,12 +381,12 @@ class TurnsApart:
             return
         written = {access.buffer for access in work.writes}
         read = {access.buffer for access in work.reads} - written
-        around, made = set(innermost.chain()), dict[tuple[Instance, _OfLine], int]()
+        around, made = set(innermost.chain()), dict[tuple[Instance, int], int]()
         for buffer in read:
             for run, number in self._made.get(buffer, {}).items():
                 if run[0] in around:
                     made[run] = max(number, made.get(run, 0))
-        own = innermost, (place, work.name)
+        own = innermost, self._numbers.setdefault((place, work.name), len(self._numbers))
         number = self._counts[innermost][own[1]]
         self._counts[innermost][own[1]] += 1
         if own in made:
@@ -400,12 +400,13 @@ class TurnsApart:
     def describe(self) -> Iterator[IndependentTurns]:
         """Yield one loop a kind of module: that of most turns, at the line that multiplies first."""
         found: dict[str, IndependentTurns] = {}
+        places = [place for place, _ in self._numbers]
         for instance, counts in self._counts.items():
             loop = [run for run, count in counts.items() if count >= MANY]
             apart = [run for run in loop if (instance, run) not in self._depend]
             products = [run for run in apart if run in self._multiply]
             turns = counts[products[0]] if products else 0
-            line = describe(products[0][0]) if products else None
+            line = describe(places[products[0]]) if products else None
             if line is None or line.file is None or len(apart) < _MOST_APART * len(loop):
                 continue
             kind = kind_of(instance.path[-1])
