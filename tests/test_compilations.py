@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ from profkit.capture.compilations import CompilationRecorder, program_line
 from profkit.capture.hooks.backward_nodes import watch_backward_calls
 from profkit.capture.patches import restore
 from profkit.capture.session import Session
+from profkit.capture.steps.conditions import count_compiled_graphs
 from profkit.run.compiled_code import Compilation, GraphBreak, append_records, read_compiled_code
 from profkit.run.directory import COMPILED, MANIFEST, Run
 from profkit.run.manifest import Manifest, Process, write_manifest
@@ -205,3 +208,8 @@ def test_steps_that_compile_are_no_timed_ones_as_far_as_dynamo_compiles_a_functi
     assert (process.state, len(process.profiled)) == ("complete", 2)
     assert session._first == recorded_from
     assert len(process.attached) == 11
+
+
+def test_no_graph_is_counted_while_another_thread_imports_dynamo(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch._dynamo.utils", ModuleType("torch._dynamo.utils"))
+    assert count_compiled_graphs() == 0

@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 from weakref import WeakSet
 
@@ -159,8 +159,9 @@ def read_counters() -> dict[str, int]:
 
 
 def count_compiled_graphs() -> int:
-    dynamo = sys.modules.get("torch._dynamo.utils")
-    return 0 if dynamo is None else int(dynamo.counters.get("stats", {}).get("unique_graphs", 0))
+    # Another thread may be importing it now.
+    counters: Mapping[str, Mapping[str, int]] = getattr(sys.modules.get("torch._dynamo.utils"), "counters", {})
+    return int(counters.get("stats", {}).get("unique_graphs", 0))
 
 
 def _read(setting: Callable[[], Any]) -> Any:
