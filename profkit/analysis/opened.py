@@ -262,7 +262,7 @@ class OpenedTrace:
             workers=loading.workers,
             epoch_batches=loading.epoch_batches,
             restart_ns=round(loading.epoch_start_ns * loading.batches_per_step / max(loading.epoch_batches, 1)),
-            keeps_workers=not loading.starts_workers,
+            starts_workers=loading.starts_workers,
             cpus=conditions.cpu_count,
             worker_cpus=1.0 if self.lines is None else self.lines.worker_cpus or 1.0,
             threads=conditions.cpu_threads or 1,

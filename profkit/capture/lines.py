@@ -26,6 +26,7 @@ from typing import Any
 from torch.utils.data._utils import fetch, worker
 
 from profkit.capture.line_samples import Key, Stack, StackSampler, Waits, describe, name_inside
+from profkit.capture.steps.times import times_without_waits
 from profkit.files import write_whole
 from profkit.run.lines import RARELY, Line, LineSteps, LineTime, RunLines, Thread, split_lines
 from profkit.run.recording import lines_flag
@@ -76,13 +77,9 @@ class LineRecorder:
 
     def _find_rare(self) -> list[int]:
         """Return which steps took far longer than most; looking for lines began in the first, which counts for none."""
-        times_ns = self._times_of_steps()
+        times_ns = times_without_waits(self._steps)
         usual_ns = median(times_ns)
         return [at for at, time_ns in enumerate(times_ns) if at and time_ns > RARELY * usual_ns]
-
-    def _times_of_steps(self) -> list[int]:
-        """Return what steps took without waits for data: a step that waits for workers is none of the rare ones."""
-        return [step["step_ns"] - step.get("data_ns", 0) for step in self._steps]
 
     def _counts(self) -> tuple[dict[Any, int], ...]:
         sampler, waits = self._sampler, self._waits
@@ -94,7 +91,7 @@ class LineRecorder:
         An evaluation for the first time allocates its memory, and has cuDNN choose its kernels.
         """
         first, *later = self._find_rare() or [0]
-        took_ns = self._times_of_steps()
+        took_ns = times_without_waits(self._steps)
         steps, counted = self._until_rare or (0, ())
         if steps != first + 1 or not later or took_ns[first] < RARELY * max(took_ns[at] for at in later):
             return False

@@ -206,8 +206,8 @@ def _is_written_out(run: Run) -> bool:
 
 def _is_of_views(run: Run) -> bool:
     """Return whether backward goes through so many views of one module's that a loop has made them."""
-    is_long = len(run) >= _VERY_MANY and _repeats(run) and _are_short(run)
-    return is_long and run[0].phase == BACKWARD and run[0].module is not None
+    is_long = run[0].phase == BACKWARD and run[0].module is not None and len(run) >= _VERY_MANY
+    return is_long and _are_short(run) and _repeats(run)
 
 
 def _is_silu(run: Run) -> bool:
@@ -260,23 +260,25 @@ def _describe_chains(evidence: Evidence, chains: Mapping[ChainPlace, Sequence[Ru
         change=change,
         changes=[
             *(_fuse_chain(evidence, code, place, chain) for place, chain in chains.items()),
-            *(_stop_reading_turns(evidence, module, looping, has_views=has_views) if code == "loop" else ()),
+            *(_stop_slicing(evidence, module) if has_views else ()),
+            *(_stop_reading_turns(evidence, module, looping) if code == "loop" and not has_views else ()),
         ],
         worth=WORTH_COMPILING if code == "chain" else WORTH,
         evidence={"kernels": sum(map(len, runs)), "time_ns": sum(one.duration_ns for run in runs for one in run)},
     )
 
 
-def _stop_reading_turns(
-    evidence: Evidence, module: str | None, looping: LineTime | None, *, has_views: bool
-) -> Sequence[StepChange]:
+def _stop_slicing(evidence: Evidence, module: str | None) -> Sequence[StepChange]:
+    """Return that the function of a module that makes views in a loop takes no Python."""
+    body = evidence.find_operator_line(module, lambda line: line.count)
+    own = [line for line in evidence.lines if body and (line.file, line.function) == (body.file, body.function)]
+    return edits(*{f"no-host:{line.file}:{line.line}" for line in own if line.thread == "main"})
+
+
+def _stop_reading_turns(evidence: Evidence, module: str | None, looping: LineTime | None) -> Sequence[StepChange]:
     """Return that nobody reads from the GPU what a loop goes over, as its line above its body does, or in each turn."""
     body = evidence.find_operator_line(module, lambda line: line.count)
     heads = [line for line in evidence.lines if body and line.file == body.file and line.line == body.line - 1]
-    if body is not None and has_views:
-        # Views that nobody makes take no Python either.
-        slicing = [line for line in evidence.lines if (line.file, line.function) == (body.file, body.function)]
-        return edits(*{f"no-host:{line.file}:{line.line}" for line in slicing if line.thread == "main"})
     if looping is not None:
         heads += [line for line in evidence.call_tree.under(looping) if not line.is_caller and line.waits >= _MANY]
     return edits(*{f"no-host:{line.file}:{line.line}" for line in heads if line.waits >= 1 and line.thread == "main"})

@@ -173,7 +173,7 @@ def describe_restarts(evidence: Evidence) -> Cause:
     line = _find_fetching(evidence)
     starts = f"starts its workers anew for every {facts.epoch_batches} batches"
     change, costs = "DataLoader(…, persistent_workers=True)", "host memory during evaluation"
-    if facts.keeps_workers:
+    if not facts.starts_workers:
         starts = f"has nothing made ahead when one of its epochs of {facts.epoch_batches} batches begins"
         change, costs = "a sampler that goes on from one epoch to the next", "epochs that you count yourself"
     return Cause(

@@ -36,6 +36,7 @@ from profkit.analysis.causes.evidence import (
     source_line,
 )
 from profkit.analysis.kernels.compiled_code import is_beyond_limit
+from profkit.analysis.lines import RareSteps
 from profkit.analysis.step_replay import LAUNCH, WAIT
 from profkit.analysis.step_replay.edits import find_pageable_copies
 from profkit.analysis.step_replay.kernel_edits import find_attention_plans, find_left_eager, is_convolution
@@ -270,31 +271,7 @@ def _rare_steps(evidence: Evidence) -> Iterator[Cause]:
         return
     # What else runs in these steps, as the rest of a rollout, stays.
     saved_ns = min(round(rare.lines_ns / every), mean_ns - evidence.now_ns)
-    name = rare.line.called or rare.line.function if rare.call is None else _name_call(rare.call)
-    how = "on larger batches" if rare.evaluates else "beside training"
-    if rare.line.phase == DATA:
-        how = "give its DataLoader workers that stay: persistent_workers=True"
-        if evidence.manifest.loading is not None and evidence.manifest.loading.keeps_workers:
-            how = "let its sampler begin anew by itself: each epoch's first batch is waited for"
-    change = f"do it less often, or {how}"
-    if rare.line.phase == INFERENCE and _evaluates_in_fp32(evidence):
-        change = "do it under the autocast that training has, or less often"
-    what = f"for {name}"
-    # What a trainer's line does in rare steps is no part of the usual ones, whose lines are the evidence's.
-    if rare.line.place in lines_of_trainers((rare.line, *evidence.lines, *evidence.facts.callers)):
-        what = f"in {name} itself"
-        if rare.line.phase == DATA:
-            what = f"in {name}, mostly a wait for data"
-        else:
-            change = "evaluate, save or log less often, or less of it"
-        if any(map(_reads_classes, evidence.lines_of_rare_steps)) or _gathers_outputs(rare.line):
-            change = f"preprocess_logits_for_metrics that returns classes: no scores are gathered; or {change}"
-        reads = round(rare.line.waits * every)
-        if reads >= _MANY_READS and rare.line.waiting_ns >= _COVERED * rare.line.time_ns:
-            what = f"in {name}, mostly waits for {reads:,} reads from the GPU"
-            change = f"return fewer tensors from the model, as without output_hidden_states; or {change}"
-        if _saves_checkpoint(rare.line):
-            what, change = f"in {name}, which saves a checkpoint", "save checkpoints less often, or less of the state"
+    what, change = _explain_rare(evidence, rare, rare.line)
     cause, detail = f"{rare.which} {name_ms(rare.longer_ns)} longer", f", {what}"
     if not rare.is_explained:
         cause, detail = f"{cause}, {name_ms(rare.lines_ns)} of it {what}", ""
@@ -313,6 +290,35 @@ def _rare_steps(evidence: Evidence) -> Iterator[Cause]:
             **({} if rare.every else {"of_steps": rare.of}),
         },
     )
+
+
+def _explain_rare(evidence: Evidence, rare: RareSteps, line: LineTime) -> tuple[str, str]:
+    """Return what the line of rare steps does in them, and what to do about it."""
+    name = line.called or line.function if rare.call is None else _name_call(rare.call)
+    # What a trainer's line does in rare steps is no part of the usual ones, whose lines are the evidence's.
+    is_trainers = line.place in lines_of_trainers((line, *evidence.lines, *evidence.facts.callers))
+    how = "on larger batches" if rare.evaluates else "beside training"
+    if line.phase == DATA:
+        how = "give its DataLoader workers that stay: persistent_workers=True"
+        if evidence.manifest.loading is not None and evidence.manifest.loading.keeps_workers:
+            how = "let its sampler begin anew by itself: each epoch's first batch is waited for"
+    change = f"do it less often, or {how}"
+    if not is_trainers:
+        if line.phase == INFERENCE and _evaluates_in_fp32(evidence):
+            change = "do it under the autocast that training has, or less often"
+        return f"for {name}", change
+    if _saves_checkpoint(line):
+        return f"in {name}, which saves a checkpoint", "save checkpoints less often, or less of the state"
+    what = f"in {name}, mostly a wait for data"
+    if line.phase != DATA:
+        what, change = f"in {name} itself", "evaluate, save or log less often, or less of it"
+    if any(map(_reads_classes, evidence.lines_of_rare_steps)) or _gathers_outputs(line):
+        change = f"preprocess_logits_for_metrics that returns classes: no scores are gathered; or {change}"
+    reads = round(line.waits * rare.one_in)
+    if reads >= _MANY_READS and line.waiting_ns >= _COVERED * line.time_ns:
+        what = f"in {name}, mostly waits for {reads:,} reads from the GPU"
+        change = f"return fewer tensors from the model, as without output_hidden_states; or {change}"
+    return what, change
 
 
 def _rare_reads(evidence: Evidence, every: float, mean_ns: int) -> Iterator[Cause]:

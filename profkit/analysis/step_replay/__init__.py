@@ -434,9 +434,9 @@ class ProgramFacts:
     ``lines`` are the lines of source behind its unprofiled steps, and ``callers`` what lines that called others took in
     them. ``optimizer_bytes`` is what a fused optimizer moves, None if torch has none for it; ``bytes_per_s`` the
     memory's peak. The data loader has ``workers`` processes, each of which takes ``batch_ns`` for what a step needs,
-    None if that is not known. They are started anew for each epoch of ``epoch_batches`` batches, 0 if that is not
-    known, or it ``keeps_workers``; until the first batch comes that takes ``restart_ns``, shared among the epoch's
-    steps. The machine has ``cpus``, None if that is not known, of which a worker keeps ``worker_cpus`` busy; torch
+    None if that is not known. It ``starts_workers`` anew for each epoch of ``epoch_batches`` batches, or goes on with
+    them; until the first batch comes that takes ``restart_ns``, shared among the epoch's steps. Both are 0 if that is
+    not known. The machine has ``cpus``, None if that is not known, of which a worker keeps ``worker_cpus`` busy; torch
     computes with ``threads`` in the program, and with one in each worker.
     """
 
@@ -448,7 +448,7 @@ class ProgramFacts:
     workers: int = 0
     epoch_batches: int = 0
     restart_ns: int = 0
-    keeps_workers: bool = False
+    starts_workers: bool = True
     cpus: int | None = None
     worker_cpus: float = 1.0
     threads: int = 1
@@ -464,7 +464,7 @@ class ProgramFacts:
 
         If they only stay, an epoch's first batch is waited for.
         """
-        first_ns = 0 if self.keeps_workers else (self.batch_ns or 0) * _FIRST_BATCHES[world]
+        first_ns = (self.batch_ns or 0) * _FIRST_BATCHES[world] if self.starts_workers else 0
         return max(0, round(self.restart_ns - first_ns / max(self.epoch_batches, 1)))
 
     def batches_at_once(self, workers: int, world: World) -> float:

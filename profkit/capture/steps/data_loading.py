@@ -27,6 +27,7 @@ from weakref import WeakKeyDictionary
 from torch.utils.data import get_worker_info
 
 from profkit.capture.patches import patch
+from profkit.capture.steps.times import times_without_waits
 from profkit.run.lines import RARELY
 from profkit.run.manifest import Loading
 from profkit.run.recording import LocalRanks
@@ -263,7 +264,7 @@ class QueueDrain:
         except OSError:  # a full disk
             drained = more = 0
         if after.workers or drained:
-            self._found = Loading(
+            found = Loading(
                 workers=after.workers,
                 queue_batches=after.capacity,
                 batches_per_step=per_step,
@@ -271,11 +272,9 @@ class QueueDrain:
                 needed_steps=needed,
                 drained_steps=drained,
                 first_step=number + drained,
-                epoch_batches=self._loading.epoch.batches,
-                epoch_start_ns=self._loading.epoch.start_ns,
-                starts_workers=self._loading.epoch.starts_workers,
                 keeps_workers=self._loading.keeps_workers,
             )
+            self._found = self._with_epoch(found)
         return drained + more
 
     def describe(self, recorded: int) -> Loading | None:
@@ -292,21 +291,20 @@ class QueueDrain:
         if before is None:
             return None
         emptied = math.ceil(before.queue_batches / before.batches_per_step) if before.batches_per_step else 0
+        return self._with_epoch(replace(before, later_wait_ns=mean_wait(steps[emptied:], before.burst_steps)))
+
+    def _with_epoch(self, loading: Loading) -> Loading:
+        last = self._loading.epoch
         return replace(
-            before,
-            later_wait_ns=mean_wait(steps[emptied:], before.burst_steps),
-            epoch_batches=self._loading.epoch.batches,
-            epoch_start_ns=self._loading.epoch.start_ns,
-            starts_workers=self._loading.epoch.starts_workers,
+            loading, epoch_batches=last.batches, epoch_start_ns=last.start_ns, starts_workers=last.starts_workers
         )
 
 
 def mean_wait(steps: Sequence[Mapping[str, int]], fewest: int) -> int | None:
     """Return the mean wait for data of steps, in ns, but for those that take far longer; None if they are too few."""
-    rest = [step["step_ns"] - step.get("data_ns", 0) for step in steps]
-    usual = [
-        step.get("data_ns", 0) for step, rest_ns in zip(steps, rest, strict=True) if rest_ns <= RARELY * median(rest)
-    ]
+    rest_ns = times_without_waits(steps)
+    longest_ns = RARELY * median(rest_ns or [0])
+    usual = [step.get("data_ns", 0) for step, time_ns in zip(steps, rest_ns, strict=True) if time_ns <= longest_ns]
     return round(fmean(usual)) if len(usual) >= max(fewest, 1) else None
 
 

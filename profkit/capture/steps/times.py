@@ -82,6 +82,11 @@ _HOST = object()
 _NO_EVENTS = (None, _HOST)
 
 
+def times_without_waits(steps: Iterable[Mapping[str, int]]) -> list[int]:
+    """Return what steps took without waits for data: one that waits for workers is none of the rare, long ones."""
+    return [step["step_ns"] - step.get("data_ns", 0) for step in steps]
+
+
 class PhaseClock:
     """Times phases on the thread that starts it; a phase within another one counts as the outer one's time.
 

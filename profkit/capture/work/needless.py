@@ -284,7 +284,7 @@ class CallsApart:
 
     def __init__(self, weights: Collection[Hashable]) -> None:
         self._calls: Counter[str] = Counter()
-        self._number: dict[Instance, int] = {}
+        self._number: dict[Instance, tuple[str, int]] = {}
         self._made: dict[Hashable, dict[str, int]] = {}
         """By memory, the latest call of each module that went into it."""
         self._weights = weights
@@ -303,7 +303,7 @@ class CallsApart:
         elif path[0] == FORWARD and len(path) > 1:
             name = name_in_list(path[-1])
             path = *path[:-1], name
-            self._number[instance] = self._calls[name]
+            self._number[instance] = name, self._calls[name]
             self._calls[name] += 1
             self._found[path] = max(self._found.get(path, 0), self._calls[name])
 
@@ -312,7 +312,7 @@ class CallsApart:
         for instance in innermost.chain() if len(size) > 1 else ():
             if instance in self._number and instance not in self._convolve:
                 self._convolve.add(instance)
-                self._sizes.setdefault(name_in_list(instance.path[-1]), set()).add(size)
+                self._sizes.setdefault(self._number[instance][0], set()).add(size)
 
     def did(self, innermost: Instance, work: OperatorWork) -> None:
         """An operator ran within an instance and those around it."""
@@ -325,9 +325,8 @@ class CallsApart:
                 made[name] = max(earlier, made.get(name, 0))
         is_result = not read.issubset(self._weights)
         for instance in innermost.chain() if is_result else ():
-            number = self._number.get(instance)
-            if number or (number is not None and len(instance.path) == len(_OF_MODEL)):
-                name = name_in_list(instance.path[-1])
+            name, number = self._number.get(instance, ("", 0))
+            if number or (name and len(instance.path) == len(_OF_MODEL)):
                 if made.get(name, number) < number:
                     self._depend.add(name)
                 made[name] = number
