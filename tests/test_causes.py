@@ -600,10 +600,12 @@ def restarts(start_ns: int, batches: int = 10, *, stay: bool = False) -> tuple[P
     return program, {**given, "processes": [{"pid": 7, "loading": loading}]}
 
 
-def padded(in_longest: int, used: int | None = None) -> tuple[Program, dict[str, Any]]:
-    """Return steps of 16 ms of kernels that depend on 1,000 positions of samples, and 1 ms of the optimizer's."""
-    phases = [within(phase, launch(NVJET, MS, 8)) for phase in ("forward", "backward")]
-    program = equal_steps(*phases, within("optimizer", launch(NVJET, MS)), wait)
+def padded(
+    in_longest: int, used: int | None = None, phases: Sequence[str] = ("forward", "backward")
+) -> tuple[Program, dict[str, Any]]:
+    """Return steps of 8 ms of kernels a phase that depend on 1,000 positions of samples, and 1 ms of the optimizer's."""
+    passes = [within(phase, launch(NVJET, MS, 8)) for phase in phases]
+    program = equal_steps(*passes, within("optimizer", launch(NVJET, MS)), wait)
     return program, works(padding={"positions": 1000, "in_longest": in_longest, "used": used or in_longest})
 
 
@@ -717,6 +719,13 @@ def turns_apart(turns: int) -> tuple[Program, dict[str, Any]]:
     return equal_steps(*passes, launch(NVJET, MS), wait), works(independent_turns=[found] * bool(turns))
 
 
+def loads_in_turns(turns: int) -> Program:
+    """Return steps of a module with so many copies, each after the same small kernels, and with a norm of its own."""
+    small = [launch(name, 3_000) for name in (ADD, MUL, ADD, TANH)]
+    norm = [launch(name, 3_000) for name in (SUM, ADD, MUL, SQRT, MUL, ADD)]
+    return equal_steps(within("forward/model/mask", *[*small, copy(1_000)] * turns, *norm), wait)
+
+
 def takes_views(count: int, joins: int = 100) -> tuple[Program, dict[str, Any]]:
     """Return steps of a module that takes vectors one by one, and puts them together: backward adds up each one's."""
     slicing = within("forward/model/regulator", *[python(9_000), launch("CatArrayBatchedCopy", 1_000)] * joins)
@@ -778,9 +787,9 @@ def scanned(duration: int) -> Program:
     return equal_steps(within("forward/model/router", launch(OUTER_SCAN, duration)), FORWARD)
 
 
-def sums_rows(kernel: str = INDEXING) -> Program:
+def sums_rows(kernel: str = INDEXING, model: str = "model") -> Program:
     return equal_steps(
-        within("forward/model", launch(NVJET, MS)), within("backward/model", launch(kernel, 4 * MS)), wait
+        within("forward/model", launch(NVJET, MS)), within(f"backward/{model}", launch(kernel, 4 * MS)), wait
     )
 
 
@@ -1022,6 +1031,7 @@ NEARLY: list[Case] = [
     ("loop", *separate_calls(100_000)),
     ("loop", *turns_apart(0)),
     ("loop", *takes_views(20, joins=3)),
+    ("loop", loads_in_turns(11), {}),
     ("loop", *separate_calls(4_000, is_independent=False)),
     # Each turn asks the model what the next one computes with, as a rollout does; also one without code of one's own.
     ("loop", *looped_outside("self.model")),
@@ -1233,6 +1243,10 @@ NAMED: dict[str, Case] = {
     "the same, and most of the step is the wait": ("loader", *slow_dataset(55 * MS, 190 * MS, batch_ns=220 * MS)),
     "the same, which a full queue hides": ("loader", *slow_dataset(0, 15 * MS, launch(NVJET, 2 * MS), wait)),
     "samples that are padded": ("padding", *padded(250)),
+    "samples that are padded, and given to a reference": (
+        "padding",
+        *padded(250, phases=("inference", "forward", "backward")),
+    ),
     "samples of unlike lengths": ("padding", *padded(1_000, 600)),
     "a loss in several modules": ("cross-entropy", *loss_by_hand(SOFTMAX, ADD, SUM, MUL, ADD, SUM)),
     "a loop with copies in it": ("loop", equal_steps(within("forward/model/act", *[*SUMS, move] * 20), wait), {}),
@@ -1245,6 +1259,11 @@ NAMED: dict[str, Case] = {
         {"lines": [replace(MEAN, called="mask.nonzero")]},
     ),
     "rows of an index that are added in order": ("gather", sums_rows(), works(("", "index", 70, MIB))),
+    "rows of a few indices": (
+        "gather",
+        sums_rows(model="model/table"),
+        works(("table", "index", 70, 48_000_000)) | {"gpu": "NVIDIA H200"},
+    ),
     "rows of a mask that are added in order": (
         "gather",
         sums_rows(),
@@ -1263,6 +1282,7 @@ NAMED: dict[str, Case] = {
     "a loop around a module": ("loop", *mixture(3, 1)),
     "a loop in a module's own code": ("loop", *turns_apart(32)),
     "modules of a list": ("loop", *calls_experts("experts.*")),
+    "a loop with a copy from the host in each turn": ("loop", loads_in_turns(16), {}),
     "vectors of a tensor": ("loop", *takes_views(400)),
     "a loop around a module that has most of its kernels": ("loop", *mixture(1, 3)),
     "a block whose backward pass nobody needs": ("unread-gradients", *frozen(1, 1)),
@@ -1426,6 +1446,9 @@ WITHOUT: dict[str, tuple[float, float | None]] = {
     # An epoch's first batch is waited for with workers that stay, too.
     "workers that a full queue hides": (2 * MS + 14_000, 0.02),
     "samples that are padded": (5 * MS + 31_000, 0.02),
+    "samples that are padded, and given to a reference": (7 * MS + 39_000, 0.02),
+    # 48 MB at 4.8 TB/s take 10 µs, of which adding rows takes 6 times as much.
+    "rows of a few indices": (MS + 60_000, 0.02),
     "workers that are started anew": (restarts(BURST_NS)[0].lengths[1] + MS // 10, 0.02),
     "workers that stay, and make nothing ahead of an epoch": (restarts(BURST_NS)[0].lengths[1], 0.02),
     "products beside bursts that no worker is slow for": (5 * MS / 7.4 + BURST_NS // 10, None),

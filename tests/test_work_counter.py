@@ -791,7 +791,8 @@ class Turns(nn.Module):  # type: ignore[misc]
 
 
 @pytest.mark.parametrize(
-    ("needs", "turns", "found"), [("nothing", 9, 9), ("nothing", 7, 0), ("the last", 9, 0), ("no product", 9, 0)]
+    ("needs", "turns", "found"),
+    [("nothing", 9, 9), ("nothing", 7, 0), ("the last", 9, 0), ("no product", 23, 0), ("no product", 24, 24)],
 )
 def test_loops_of_which_no_turn_needs_another_are_found(needs: str, turns: int, found: int) -> None:
     """What adds up over the turns needs the one before, and the loop does not."""

@@ -197,7 +197,7 @@ class IndependentCalls:
 class IndependentTurns:
     """A loop of so many ``turns`` in the code of a module's own, of which none needs what another one made.
 
-    The line is the first in it that multiplies.
+    The line is the first in it that multiplies, or else the first that computes.
     """
 
     module: RangeName

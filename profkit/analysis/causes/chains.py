@@ -93,7 +93,8 @@ def _chains(evidence: Evidence) -> Iterator[Cause]:
     known: dict[tuple[str, ...], tuple[str, ...]] = {}
     for place in dict.fromkeys(map(_place_of, written)):
         chain = _find_chain(evidence, step, place)
-        kind, kernels = _kind_of_place(place, chain), tuple(one.name for one in _find_longest(chain))
+        kind = _kind_of_place(evidence, place, chain)
+        kernels = tuple(one.name for one in _find_longest(evidence, place, chain))
         # The same kernels are the same code, whatever its modules are called.
         own = (*kind, *_name_alike(place, kind[0]))
         alike[known.setdefault((*kind, *kernels), own) if place[0] else (*kind, place[1])][place] = chain
@@ -217,14 +218,34 @@ def _is_silu(run: Run) -> bool:
     return is_product and min(times_ns) >= _LARGE * max(times_ns)
 
 
-def _kind_of_place(place: ChainPlace, runs: Sequence[Run]) -> tuple[str, str, str]:
-    in_turn = 1 if place[0] else sum(run[0].phase != BACKWARD for run in runs)
-    return _kind_of_chain(_find_longest(runs), in_turn)
+def _kind_of_place(evidence: Evidence, place: ChainPlace, runs: Sequence[Run]) -> tuple[str, str, str]:
+    turns = _find_turns(evidence, place[0], runs)
+    in_turn = len(turns) if place[0] else sum(run[0].phase != BACKWARD for run in runs)
+    return _kind_of_chain(_find_longest(evidence, place, runs), in_turn)
 
 
-def _find_longest(runs: Sequence[Run]) -> Run:
+def _find_longest(evidence: Evidence, place: ChainPlace, runs: Sequence[Run]) -> Run:
+    """Return the run that says what a place's runs are: a turn of its loop, if it has one, or else the longest."""
     views = [run for run in runs if _is_of_views(run)]
-    return max(views or [run for run in runs if run[0].phase != BACKWARD], key=len)
+    turns = _find_turns(evidence, place[0], runs)
+    return max(views or turns or [run for run in runs if run[0].phase != BACKWARD], key=len)
+
+
+def _find_turns(evidence: Evidence, module: str | None, runs: Sequence[Run]) -> Sequence[Run]:
+    """Return the runs of the same kernels that a module has so often in each call that a loop must make them.
+
+    They are several where something lies between them that is no link of a chain, such as a sort.
+    """
+    alike = defaultdict[tuple[str, ...], list[Run]](list)
+    for run in runs:
+        if module is not None and run[0].phase != BACKWARD:
+            alike[tuple(one.name for one in run)].append(run)
+    turns = max(alike.values(), key=len, default=[])
+    if module is None or evidence.step is None or len(turns) < _MANY:
+        return []
+    ranges = evidence.module_ranges.get((turns[0][0].phase, module), ())
+    calls = len(evidence.operations_in(evidence.step, ranges))
+    return turns if calls and len(turns) >= _MANY * calls else []
 
 
 def _name_alike(place: ChainPlace, code: str) -> tuple[str, ...]:
@@ -238,10 +259,12 @@ def _cost(chains: Mapping[ChainPlace, Sequence[Run]]) -> int:
 
 def _describe_chains(evidence: Evidence, chains: Mapping[ChainPlace, Sequence[Run]]) -> Cause | None:
     (module, phase), costliest = next(iter(chains.items()))
-    code, what, change = _kind_of_place((module, phase), costliest)
+    code, what, change = _kind_of_place(evidence, (module, phase), costliest)
     if code in ("norm", "chain") and _compares_pairs(evidence, module):
         code, what, change = _PAIRS
     runs = [run for chain in chains.values() for run in chain]
+    turns, longest = _find_turns(evidence, module, costliest), _find_longest(evidence, (module, phase), costliest)
+    turn = evidence.find_operator_line(module, lambda line: line.count) if turns else None
     has_views = any(map(_is_of_views, runs))
     if has_views:
         what = "a loop takes parts of a tensor one by one"
@@ -253,8 +276,8 @@ def _describe_chains(evidence: Evidence, chains: Mapping[ChainPlace, Sequence[Ru
     return Cause(
         code=code,
         cause=what,
-        detail=f": {len(_find_longest(runs))} kernels a call, {sum(map(len, runs)):,} a step{backward}",
-        line=_find_line(evidence, phase, looping) if module is None else None,
+        detail=f": {len(longest)} kernels a {'turn' if turns else 'call'}, {sum(map(len, runs)):,} a step{backward}",
+        line=_find_line(evidence, phase, looping) if module is None else turn,
         module=module,
         further_modules=[name for name, _ in chains if name is not None and name != module],
         change=change,
@@ -300,7 +323,7 @@ def _fuse_chain(evidence: Evidence, code: str, place: ChainPlace, runs: Sequence
     def choose(step: ReplayedStep) -> list[list[int]]:
         return [[one.at for one in run] for run in _find_chain(evidence, step, place)]
 
-    longest = _find_longest(runs)
+    longest = _find_longest(evidence, place, runs)
     is_reducing = any(one.category == "reduction" for one in longest)
     if code == "cross-entropy" and _is_one_hot(longest):
         return fuse(choose, _size_of_one_hot)

@@ -22,7 +22,7 @@ from profkit.analysis.causes.evidence import (
 from profkit.analysis.step_replay import World
 from profkit.analysis.step_replay.edits import find_pageable_copies
 from profkit.analysis.summary import WORTH
-from profkit.names import BACKWARD, DATA, FORWARD, LOSS
+from profkit.names import BACKWARD, DATA, FORWARD, INFERENCE, LOSS
 from profkit.run.lines import LineTime
 
 _LEAST_SHARE = 0.01
@@ -290,9 +290,17 @@ def _padding(evidence: Evidence) -> Iterator[Cause]:
     """Samples are padded to a length that none of their batch has, or few have, and all of it is computed."""
     cause, phases = describe_padding(evidence), (FORWARD, LOSS, BACKWARD)
     if cause is not None:
-        chosen = evidence.choose(lambda one: one.phase in phases)
+        trained = evidence.choose(lambda one: one.phase in phases)
+        # A teacher or a reference is given the same batch; a rollout is not.
+        asked = evidence.choose(lambda one: one.phase == INFERENCE)
         left = shares_without_padding(cause)
-        yield replace(cause, changes=[scale_operations(chosen, left, "how fast kernels are on shorter samples")])
+        yield replace(
+            cause,
+            changes=[
+                scale_operations(trained, left, "how fast kernels are on shorter samples"),
+                scale_operations(asked, {**left, "most": 1.0}, "that passes without gradients have the same samples"),
+            ],
+        )
 
 
 def describe_padding(evidence: Evidence) -> Cause | None:

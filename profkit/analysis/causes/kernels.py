@@ -70,6 +70,8 @@ _CAUSAL: By = {"least": 0.25, "expected": 0.4, "most": 0.65}
 """What fused attention takes that skips hidden keys, of its time with a mask; cuDNN's on an H200 0.38 and 0.41."""
 _ADDED_AT_ONCE: By = {"least": 0.1, "expected": 0.4, "most": 0.8}
 """What adding rows by index takes without an order, of what it takes in order; 0.40 for bonds' rows on an H200."""
+_OF_MOVING: By = {"least": 1.0, "expected": 6.0, "most": 60.0}
+"""How many times as long as to read and write the rows: an order costs far more where few indices come very often."""
 _UNMASKED: By = {"least": 0.5, "expected": 0.8, "most": 0.95}
 _HARDLY_ANY = 0.05
 _COUNTED = 0.8
@@ -248,9 +250,15 @@ def _sums_by_index(evidence: Evidence) -> Iterator[Cause]:
         return one.phase == BACKWARD and one.module in modules and "radix_sort" in one.name
 
     time_ns = sum(one.duration_ns for one in summing)
+    indexing = [line for line in evidence.operator_lines if line.operator == "index"]
+    moved = sum(line.bytes for line in indexing if line.path and kind_of(line.path[-1]) in modules)
+    left = _ADDED_AT_ONCE
+    if moved and evidence.peaks is not None:
+        once = 1e9 * moved / evidence.peaks.bytes_per_s / time_ns
+        left = {world: min(share, _OF_MOVING[world] * once) for world, share in left.items()}
     # A mask has torch look up, and wait for, which of its elements are true.
-    indexing = {(line.file, line.line) for line in evidence.operator_lines if line.operator == "index"}
-    has_masks = any(line.waits >= 1 and line.place in indexing for line in evidence.lines)
+    places = {(line.file, line.line) for line in indexing}
+    has_masks = any(line.waits >= 1 and line.place in places for line in evidence.lines)
     change = "torch.where or masked_fill in place of x[mask]" if has_masks else "x.index_select(dim, index), or gather"
     yield Cause(
         code="gather",
@@ -260,7 +268,7 @@ def _sums_by_index(evidence: Evidence) -> Iterator[Cause]:
         change=change,
         changes=[
             remove_operations(evidence.choose(sorts), NOTHING, "which kernels add"),
-            scale_operations(evidence.choose(sums_by_index), _ADDED_AT_ONCE, "how fast rows are added"),
+            scale_operations(evidence.choose(sums_by_index), left, "how fast rows are added"),
         ],
         evidence={"kernels": len(summing), "time_ns": time_ns},
     )

@@ -262,6 +262,8 @@ def _by_kind(
 MANY, MANY_OF_MODEL = 8, 2
 """Calls in one pass, of a module or of the whole model, from which on one call for all of them is worth a thought."""
 
+_MANY_SMALL = 24
+"""Turns of a loop that multiplies nothing."""
 _MOST_APART = 0.7
 """A loop whose turns need no other one has so many of its operators without such a need; some add up."""
 
@@ -362,7 +364,7 @@ class TurnsApart:
     """Finds loops in a module's own code of which no turn needs what another one made.
 
     A line's operator is followed within one call of the module: does it compute with what it made before? What a line
-    adds up over all turns does. A loop is told by how often its operators run; those that multiply make it worth while.
+    adds up over all turns does. A loop is told by how often its operators run: fewer are enough where they multiply.
     """
 
     def __init__(self) -> None:
@@ -397,15 +399,17 @@ class TurnsApart:
             self._made[buffer] = self._made.get(buffer, {}) | made
 
     def describe(self) -> Iterator[IndependentTurns]:
-        """Yield one loop a kind of module: that of most turns, at the line that multiplies first."""
+        """Yield one loop a kind of module: that of most turns, at the line that multiplies first, if one does."""
         found: dict[str, IndependentTurns] = {}
         places = [place for place, _ in self._numbers]
         for instance, counts in self._counts.items():
             loop = [run for run, count in counts.items() if count >= MANY]
             apart = [run for run in loop if (instance, run) not in self._depend]
+            small = [run for run in apart if counts[run] >= _MANY_SMALL]
             products = [run for run in apart if run in self._multiply]
-            turns = counts[products[0]] if products else 0
-            line = describe(places[products[0]]) if products else None
+            first = next(iter(products or small), None)
+            turns = 0 if first is None else counts[first]
+            line = None if first is None else describe(places[first])
             if line is None or line.file is None or len(apart) < _MOST_APART * len(loop):
                 continue
             kind = kind_of(instance.path[-1])
