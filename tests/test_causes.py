@@ -603,7 +603,7 @@ def restarts(start_ns: int, batches: int = 10, *, stay: bool = False) -> tuple[P
 def padded(
     in_longest: int, used: int | None = None, phases: Sequence[str] = ("forward", "backward")
 ) -> tuple[Program, dict[str, Any]]:
-    """Return steps of 8 ms of kernels a phase that depend on 1,000 positions of samples, and 1 ms of the optimizer's."""
+    """Return steps of 8 ms of kernels a phase that depend on 1,000 positions, and of 1 ms of the optimizer's."""
     passes = [within(phase, launch(NVJET, MS, 8)) for phase in phases]
     program = equal_steps(*passes, within("optimizer", launch(NVJET, MS)), wait)
     return program, works(padding={"positions": 1000, "in_longest": in_longest, "used": used or in_longest})
