@@ -1207,6 +1207,11 @@ NAMED: dict[str, Case] = {
         {"lines": [line(6 * MS)]},
     ),
     "a line that the GPU's work mostly hides": ("python", MOSTLY_HIDDEN, {"lines": [line(6 * MS)]}),
+    "rows of a memory on the CPU that a line moves": (
+        "python",
+        MADE_ON_CPU,
+        {"lines": [line(4 * MS, called="memory[rows].to", waits=1.0)]},
+    ),
     "a tensor made on the CPU": ("made-on-cpu", MADE_ON_CPU, {"lines": [line(4 * MS, called="torch.randn")]}),
     "a tensor of Python's numbers, whose move waits": ("python", made_in_python(), python_numbers("torch.tensor")),
     "the same after no work": ("python", made_in_python(work_before=False), python_numbers("torch.tensor")),
@@ -1437,6 +1442,11 @@ NAMED: dict[str, Case] = {
 WITHOUT: dict[str, tuple[float, float | None]] = {
     "a line outside of the phases": (LATE.lengths[0] - 4 * MS, 0.1),
     "a line that the GPU's work mostly hides": (5 * MS, 0.01),
+    "rows of a memory on the CPU that a line moves": (
+        "python",
+        MADE_ON_CPU,
+        {"lines": [line(4 * MS, called="memory[rows].to", waits=1.0)]},
+    ),
     "a tensor made on the CPU": (MADE_ON_CPU.lengths[0] - 6 * MS - 8_000, None),
     "a tensor of Python's numbers, whose move waits": (20 * 201_000, 0.02),
     "the same after no work": (20 * 201_000, 0.02),
@@ -1447,6 +1457,7 @@ WITHOUT: dict[str, tuple[float, float | None]] = {
     "workers that a full queue hides": (2 * MS + 14_000, 0.02),
     "samples that are padded": (5 * MS + 31_000, 0.02),
     "samples that are padded, and given to a reference": (7 * MS + 39_000, 0.02),
+    "rows of a memory on the CPU that a line moves": (2 * MS + 37_000, 0.02),
     # 48 MB at 4.8 TB/s take 10 µs, of which adding rows takes 6 times as much.
     "rows of a few indices": (MS + 60_000, 0.02),
     "workers that are started anew": (restarts(BURST_NS)[0].lengths[1] + MS // 10, 0.02),

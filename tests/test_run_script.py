@@ -199,6 +199,13 @@ def test_a_run_with_the_defaults_is_judged_against_a_baseline(place: Path, run: 
     assert [line["judged"] for line in json.loads(judged.stdout)["lines"]] == [True]
 
 
+def test_only_what_trains_is_evaluated_without_autocast(place: Path, run: Start) -> None:
+    """A frozen encoder, or a teacher of another class, may compute as it likes."""
+    (place / "frozen.py").write_text(TF32.replace("model.eval()(inputs)", "nn.Sequential(model).eval()(inputs)"))
+    run("--warmup", "2", "--steps", "1", "--", sys.executable, "frozen.py")
+    assert manifest_of(place / "run")["conditions"]["evaluates_without_autocast"] is False
+
+
 def test_precision_autocast_and_a_backward_within_the_optimizer(place: Path, run: Start) -> None:
     (place / "tf32.py").write_text(TF32)
     run("--warmup", "2", "--steps", "1", "--", sys.executable, "tf32.py")

@@ -136,10 +136,15 @@ def drop_some_launches(choose: Choose, share: By, of_python: By, assumption: str
     return StepChange(apply, assumption)
 
 
-def without_copies(choose: Choose) -> StepChange:
-    """Return the change after which some copies are not made, and the host does not wait for them."""
+def without_copies(choose: Choose, stay: World | None = None) -> StepChange:
+    """Return the change after which some copies are not made, and the host does not wait for them.
+
+    In the world ``stay`` all of them are.
+    """
 
     def apply(columns: StepColumns, setting: Setting) -> StepColumns:
+        if setting.world == stay:
+            return columns
         calls = choose(setting.step)
         after = [call + 1 for call in calls if call + 1 < len(columns.kind) and columns.kind[call + 1] == WAIT]
         rows = columns.rows_of(calls)

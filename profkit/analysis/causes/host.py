@@ -90,8 +90,12 @@ def _python_lines(evidence: Evidence) -> Iterator[Cause]:
             where = "less often, or in fewer calls"
         elif _follows(evidence, call or line, (FORWARD, LOSS)):
             where = "for the whole batch at once, on the GPU, or less often"
+        elif line.is_move and line.waits >= 1:
+            where = "where the GPU computes: keep the data there, or make it ready ahead in pinned memory"
         if line.method in FACTORIES:
             changes.append(without_copies(find_pageable_copies))
+        elif line.is_move and line.waits >= 1:
+            changes.append(without_copies(find_pageable_copies, stay="most"))
         yield Cause(
             code="made-on-cpu" if line.method in FACTORIES else "python",
             cause=_describe_line(line, call),

@@ -45,7 +45,7 @@ from profkit.capture.hooks.module_calls import (
     observe_module_calls,
     watch_replicas,
 )
-from profkit.capture.hooks.module_names import UNNAMED, ModuleNames
+from profkit.capture.hooks.module_names import UNNAMED, ModuleNames, unwrap
 from profkit.capture.hooks.open_ranges import OpenOnThread, OpenRanges
 from profkit.capture.hooks.optimizer_calls import unwatch_steps, watch_optimizers
 from profkit.capture.hooks.range_log import LiveLog, watch_script_ranges
@@ -143,6 +143,7 @@ class Hooks(RangeObserver):
         self.autocast_dtypes: set[str] = set()
         """The types that autocast computed in around the modules called while ranges were open."""
         self.has_detected_anomalies = self.has_evaluated_without_autocast = False
+        self._trained_kinds: set[type[nn.Module]] = set()
         self.optimizers = UsedOptimizers()
         self._boundaries = Boundaries(self._begin_step, lambda: self.on_thread.ranges.scripts)
         self._is_interrupted = False
@@ -379,8 +380,7 @@ class Hooks(RangeObserver):
             call, name = Call(part.range, opened.call, self, part.owner, part.reference), part.name
             self.autocast_dtypes |= autocast_dtypes()
             self.has_detected_anomalies |= torch.is_anomaly_enabled()
-        if not module.training and not torch.is_grad_enabled():
-            self.has_evaluated_without_autocast |= not autocast_dtypes()
+        self._note_evaluation(module)
         opened.root = call
         self._begin_phase(FORWARD, self._phase_of_call((module,), has_grad=torch.is_grad_enabled()))
         self._watcher.call_begins(module, args, name)
@@ -391,6 +391,14 @@ class Hooks(RangeObserver):
             opened.carrier.mark_nodes((args, kwargs), call.around or self._no_call)
         opened.open(call, call.name, call)
         return call
+
+    def _note_evaluation(self, module: nn.Module) -> None:
+        """A model without gradients is evaluated if one of its class trains: an average of its weights is, too."""
+        kind = type(unwrap(module))
+        if torch.is_grad_enabled():
+            self._trained_kinds.add(kind)
+        elif not module.training and kind in self._trained_kinds:
+            self.has_evaluated_without_autocast |= not autocast_dtypes()
 
     @_harmless
     def calls_begin(self, models: Sequence[nn.Module], *, has_grad: bool) -> None:
