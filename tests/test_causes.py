@@ -1442,11 +1442,6 @@ NAMED: dict[str, Case] = {
 WITHOUT: dict[str, tuple[float, float | None]] = {
     "a line outside of the phases": (LATE.lengths[0] - 4 * MS, 0.1),
     "a line that the GPU's work mostly hides": (5 * MS, 0.01),
-    "rows of a memory on the CPU that a line moves": (
-        "python",
-        MADE_ON_CPU,
-        {"lines": [line(4 * MS, called="memory[rows].to", waits=1.0)]},
-    ),
     "a tensor made on the CPU": (MADE_ON_CPU.lengths[0] - 6 * MS - 8_000, None),
     "a tensor of Python's numbers, whose move waits": (20 * 201_000, 0.02),
     "the same after no work": (20 * 201_000, 0.02),
