@@ -63,6 +63,12 @@ _UNEXPLAINED = 0.015
 Of 65 predictions on H200s 44 held without it, and 53 would have held with it (`recipes/results/planted_faults`).
 """
 
+_OF_SAVED_BELOW, _OF_SAVED_ABOVE = 0.1, 0.05
+"""The same of what a change is expected to save: a mend often spares more than what was recorded of its cause.
+
+Of 150 predictions there 103 held without it, 33 steps were shorter than the least, and 122 would have held with it.
+"""
+
 _JOINT = math.sqrt(2)
 """Two assumptions that are each at the end of their range by chance are seldom both there at once."""
 
@@ -300,19 +306,20 @@ def _predict(replay: StepReplay, changes: Sequence[StepChange], facts: ProgramFa
     corner = _Reach.around(expected_ns, [*after_ns.values()])
     reach = _reach_of_all(reaches, corner)
     here = _reach_of_all({name: each for name, each in reaches.items() if name not in (_STEPS, _PROCESSES)}, corner)
-    unexplained_ns = _UNEXPLAINED * now_ns
+    saved_ns = max(0, now_ns - expected_ns)
+    unexplained = _Reach(*(_UNEXPLAINED * now_ns + share * saved_ns for share in (_OF_SAVED_BELOW, _OF_SAVED_ABOVE)))
     bounds = [change.bound for change in changes if change.bound]
     parts = typical.find_parts(changed, replay.run(changed), max(0, expected_ns))
     widths_ns = {name: round(each.below + each.above) for name, each in reaches.items()}
-    widths_ns["what no part of this accounts for"] = round(2 * unexplained_ns)
+    widths_ns["what no part of this accounts for"] = round(unexplained.below + unexplained.above)
     return TimeAnswer(
         now_ns,
         replay.unprofiled_ns,
         replay.proof,
         replay.fit,
-        low_ns=max(0, round(expected_ns - reach.below - unexplained_ns)),
+        low_ns=max(0, round(expected_ns - reach.below - unexplained.below)),
         expected_ns=None if bounds else expected_ns,
-        high_ns=round(expected_ns + reach.above + unexplained_ns),
+        high_ns=round(expected_ns + reach.above + unexplained.above),
         high_here_ns=round(expected_ns + here.above),
         limited_by=None if bounds else sum_parts(parts, "cause"),
         assumptions=(*bounds, *_assumptions(replay, changes)),
