@@ -278,6 +278,17 @@ def test_a_replay_that_is_somewhat_off_makes_a_prediction_wider() -> None:
     assert width_ns == pytest.approx(2 * 0.015 * off.expected_ns, rel=1e-3)
 
 
+def test_what_is_saved_may_be_more_or_less_by_a_share_of_it() -> None:
+    saving, nothing = (predicted(scaled(PROGRAM, 20), f"gpu:×{factor}") for factor in (2, 1))
+    saved_ns = saving.now_ns - saving.expected_ns
+    assert saved_ns > 0.1 * saving.now_ns
+    widths_ns = (answer.widths_ns["what no part of this accounts for"] for answer in (saving, nothing))
+    assert [round(width_ns) for width_ns in widths_ns] == [
+        round(2 * 0.015 * saving.now_ns + 0.15 * saved_ns),
+        round(2 * 0.015 * saving.now_ns),
+    ]
+
+
 def test_copies_from_pinned_memory_do_not_hold_the_host() -> None:
     copy = Doing(2_000, 0, COPY, durations_ns=(4_000_000,), inside_ns=500_000, tail_ns=1_000)
     replay, row = recorded([*FORWARD, copy, *OPTIMIZER]), len(FORWARD)
