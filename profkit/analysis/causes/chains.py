@@ -266,6 +266,7 @@ def _describe_chains(evidence: Evidence, chains: Mapping[ChainPlace, Sequence[Ru
     turns, longest = _find_turns(evidence, module, costliest), _find_longest(evidence, (module, phase), costliest)
     turn = evidence.find_operator_line(module, lambda line: line.count) if turns else None
     has_views = any(map(_is_of_views, runs))
+    each = "turn" if turns and not has_views else "call"
     if has_views:
         what = "a loop takes parts of a tensor one by one"
     is_outside = code == "loop" and module is None
@@ -276,7 +277,7 @@ def _describe_chains(evidence: Evidence, chains: Mapping[ChainPlace, Sequence[Ru
     return Cause(
         code=code,
         cause=what,
-        detail=f": {len(longest)} kernels a {'turn' if turns else 'call'}, {sum(map(len, runs)):,} a step{backward}",
+        detail=f": {len(longest):,} kernels a {each}, {sum(map(len, runs)):,} a step{backward}",
         line=_find_line(evidence, phase, looping) if module is None else turn,
         module=module,
         further_modules=[name for name, _ in chains if name is not None and name != module],
