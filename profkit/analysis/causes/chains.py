@@ -234,11 +234,11 @@ def _find_longest(evidence: Evidence, place: ChainPlace, runs: Sequence[Run]) ->
 def _find_turns(evidence: Evidence, module: str | None, runs: Sequence[Run]) -> Sequence[Run]:
     """Return the runs of the same kernels that a module has so often in each call that a loop must make them.
 
-    They are several where something lies between them that is no link of a chain, such as a sort.
+    Between them lies what is no link of a chain, such as a copy from the host.
     """
     alike = defaultdict[tuple[str, ...], list[Run]](list)
     for run in runs:
-        if module is not None and run[0].phase != BACKWARD:
+        if run[0].phase != BACKWARD:
             alike[tuple(one.name for one in run)].append(run)
     turns = max(alike.values(), key=len, default=[])
     if module is None or evidence.step is None or len(turns) < _MANY:

@@ -83,6 +83,7 @@ def _python_lines(evidence: Evidence) -> Iterator[Cause]:
         changes = [*edits(*(f"no-host:{one.file}:{one.line}" for one in edited))]
         fetches = [*_fetches_for(evidence, edited)]
         changes += edits(*(f"no-wait:{one.file}:{one.line}" for one in fetches))
+        is_moving = line.is_move and round(line.waits) >= max(1, len(evidence.pageable_copies))
         where = "in a DataLoader's worker or on the GPU, or once before the loop"
         if fetches:
             where = "on the GPU, or less often"
@@ -90,11 +91,11 @@ def _python_lines(evidence: Evidence) -> Iterator[Cause]:
             where = "less often, or in fewer calls"
         elif _follows(evidence, call or line, (FORWARD, LOSS)):
             where = "for the whole batch at once, on the GPU, or less often"
-        elif line.is_move and line.waits >= 1:
+        elif is_moving:
             where = "where the GPU computes: keep the data there, or make it ready ahead in pinned memory"
         if line.method in FACTORIES:
             changes.append(without_copies(find_pageable_copies))
-        elif line.is_move and line.waits >= 1:
+        elif is_moving:
             changes.append(without_copies(find_pageable_copies, stay="most"))
         yield Cause(
             code="made-on-cpu" if line.method in FACTORIES else "python",
