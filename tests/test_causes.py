@@ -1000,6 +1000,7 @@ NEARLY: list[Case] = [
     ("loader", *restarts(BURST_NS // 3, stay=True)),
     # Each takes as long for its batches as four steps.
     ("loader", *with_workers(0, 64, 20 * MS, launch(NVJET, 5 * MS), wait)),
+    ("activation", blocks("act", *[(ADD, 100_000)] * 6, (SIGMOID, 100_000)), {}),
     ("padding", *padded(950)),
     ("padding", *padded(950, 760)),
     ("unread-gradients", *frozen(0, 0)),
@@ -2066,6 +2067,24 @@ def test_python_of_several_lines_of_one_call_goes_with_the_call(tmp_path: Path) 
     assert "make_batch" not in str(half.write(tmp_path / "half", **given).to_dict()["advice"])
 
 
+def test_what_autocast_saves_stands_before_what_saves_less_than_half_as_much(tmp_path: Path) -> None:
+    """It changes the numbers: else it stands last, after what only one line costs."""
+    codes = []
+    for time_ns in (2 * MS, MS // 2):
+        program = equal_steps(python(time_ns), IN_TF32, wait)
+        tries = program.write(tmp_path / str(time_ns), [replace(PACK, time_ns=time_ns)]).tries
+        codes.append([advice.code for advice in tries])
+    assert codes == [["python", "autocast"], ["autocast", "python"]]
+
+
+def test_workers_of_a_trainer_are_asked_for_by_its_arguments(tmp_path: Path) -> None:
+    program, given = loads(5 * MS)
+    trainer = [line(MS, phase, "trainer.train", line=90) for phase in ("forward", "backward")]
+    for name, more, change in (("loop", [], "DataLoader("), ("trainer", trainer, "TrainingArguments(dataloader_num")):
+        found = program.write(tmp_path / name, **{**given, "lines": [*given["lines"], *more]})
+        assert by_code(found)["loader"].change.startswith(change)
+
+
 def test_what_runs_in_rare_steps_alone_is_a_cause_of_the_mean_step(tmp_path: Path) -> None:
     program = equal_steps(FORWARD, wait)
     program.write(tmp_path, [line(MS)])
@@ -2155,6 +2174,8 @@ def test_how_much_of_rare_steps_a_line_has_is_said_unless_it_has_most(tmp_path: 
     found = advise(waits, replace(fit, phase="backward", time_ns=MS))
     assert found.cause == "one step in 10 takes 40 ms longer, in trainer.fit, mostly a wait for data"
     assert found.change.endswith("or let its sampler begin anew by itself: each epoch's first batch is waited for")
+    found = advise(waits, replace(fit, phase="inference", error_ns=2 * MS), replace(fit, phase="backward", time_ns=MS))
+    assert found.change == "give its evaluation's DataLoader workers that stay, or evaluate less often"
     metrics = replace(line(MS, called="np.argmax", line=70), function="compute_metrics", error_ns=MS // 2)
     found = advise(replace(fit, time_ns=3 * MS, error_ns=3 * MS // 2), replace(fit, phase="backward"), metrics)
     assert found.change.startswith("preprocess_logits_for_metrics that returns classes")

@@ -786,6 +786,38 @@ def test_steps_that_are_rare_and_long_are_said_with_their_line(run_with_lines: P
         assert find(steps) is None
 
 
+def test_two_pauses_have_no_distance_unless_a_line_explains_them() -> None:
+    usual, long = {"step_ns": 5_000_000}, {"step_ns": 60_000_000}
+    steps = LineSteps((*([usual] * 18 + [long] + [usual]) * 2,))
+    saving = LineTime("/me/train.py", 50, "save", "torch.save", None, "main", 160, 2_700_000, 1_930_000, 0.0)
+    found = [find_rare_steps(RunLines(steps, lines)) for lines in ((), (saving,))]
+    assert [rare and (rare.count, rare.every) for rare in found] == [(2, None), (2, 20)]
+
+
+@pytest.mark.parametrize(("samples", "is_named"), [(60, False), (200, True)])
+def test_of_many_rare_steps_a_line_of_few_samples_may_be_one_of_all_steps(samples: int, is_named: bool) -> None:
+    """Where one in three is rare chance alone gives a line of 28 samples the error of what they alone run."""
+    usual = {"step_ns": 30_000_000, "forward_host_ns": 10_000_000}
+    long = {"step_ns": 80_000_000, "forward_host_ns": 55_000_000, "inference_ns": 5_000_000}
+    steps = [usual, usual, long] * 18
+    line = LineTime("/me/model.py", 21, "f", "self.block", "forward", "main", samples, 6_000_000, 1_200_000, 0.0)
+    found = find_rare_steps(RunLines(LineSteps(tuple(steps)), (line,)))
+    assert found is not None
+    assert (found.line is not None) == is_named
+
+
+def test_a_line_of_rare_steps_has_no_more_than_these_add_to_its_phase() -> None:
+    usual = {"step_ns": 50_000_000, "forward_host_ns": 20_000_000, "inference_host_ns": 1_000_000}
+    long = {**usual, "step_ns": 130_000_000, "inference_host_ns": 71_000_000, "forward_host_ns": 30_000_000}
+    steps = LineSteps((*([usual] * 9 + [long]) * 2,))
+    place = "/me/model.py", 21, "f", "self.block"
+    paused = LineTime(*place, "forward", "main", 400, 9_000_000, 8_000_000, 0.0)
+    evaluating = LineTime("/me/train.py", 60, "f", "model", "inference", "main", 400, 7_000_000, 6_000_000, 0.0)
+    found = find_rare_steps(RunLines(steps, (paused, evaluating)))
+    assert found is not None
+    assert found.line == evaluating
+
+
 def test_the_line_of_rare_steps_is_the_one_that_runs_in_no_other(run_with_lines: Path) -> None:
     """A model that is evaluated runs its lines in every step: what calls it for that is the line; innermost first."""
     path, usual, long = run_with_lines / "lines.jsonl", {"step_ns": 5_000_000}, {"step_ns": 605_000_000}

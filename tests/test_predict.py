@@ -278,6 +278,13 @@ def test_a_replay_that_is_somewhat_off_makes_a_prediction_wider() -> None:
     assert width_ns == pytest.approx(2 * 0.015 * off.expected_ns, rel=1e-3)
 
 
+def test_no_step_is_shorter_than_what_its_kernels_take() -> None:
+    replay = replace(recorded(scaled(PROGRAM, 20)), variation=0.9)
+    (step,) = replay.steps
+    assert predicted(replay, "gpu:×1").low_ns == round(0.985 * sum(step.columns.duration_ns))
+    assert predicted(replay, "gpu:×2").low_ns < predicted(replay, "gpu:×1").low_ns / 1.9
+
+
 def test_what_is_saved_may_be_more_or_less_by_a_share_of_it() -> None:
     saving, nothing = (predicted(scaled(PROGRAM, 20), f"gpu:×{factor}") for factor in (2, 1))
     saved_ns = saving.now_ns - saving.expected_ns

@@ -202,6 +202,9 @@ def _fit_step(
 _LEAST_LONGER = 0.02
 _COVERED = 0.5
 _OF_ERROR = 0.9
+_FAR_MORE = 1.25
+_OF_CHANCE = 2
+"""So many times the standard error that its few samples give a line is hardly chance."""
 _LEAST_OF_LONGER = 0.1
 """A line with less of what rare steps take longer says nothing of them."""
 _MOST_OF_LONGEST = 0.8
@@ -297,6 +300,8 @@ def find_rare_steps(found: RunLines, timed: Sequence[Mapping[str, int]] = ()) ->
     lines_ns = sum(each.time_ns for each in together) if line is None or together else line.time_ns
     if lines_ns * len(times) < _LEAST_OF_LONGER * longer_ns:
         line, lines_ns = None, 0
+    if line is None and len(rare) + found.steps.is_after_rare <= _FEW:
+        every = None  # two pauses of the machine's have a distance, too
     count, of = len(rare) + int(mark_rare_steps(timed).sum()), len(times) + len(timed)
     most = line
     if line is not None and line.is_caller:
@@ -329,6 +334,8 @@ def _find_exclusive(found: RunLines, rare: int) -> tuple[list[LineTime], set[tup
     known = [line for line in (*found.lines, *found.callers) if line.file and line.thread != "worker"]
     alone = [line for line in known if _varies_as_rare(line, spread)]
     others, trainers = [line for line in known if line not in alone], lines_of_trainers(known)
+    added = _added_by_rare_steps(found.steps.steps)
+    alone = [_within_added(line, added) for line in alone]
     elsewhere = {line.place for line in others if line.samples > _STRAY}
     alone += [
         replace(line, time_ns=round(_most_added(line, spread)))
@@ -339,10 +346,19 @@ def _find_exclusive(found: RunLines, rare: int) -> tuple[list[LineTime], set[tup
     waiting = {line.place for line in others if line.phase == DATA and line.samples > _STRAY}
 
     def is_named(line: LineTime) -> bool:
-        is_seen = line.samples >= FEWEST_SAMPLES or _holds_lock(line, steps)
+        is_seen = line.samples >= _enough_samples(spread) or _holds_lock(line, steps)
         return is_seen and (line.phase != DATA or line.place not in waiting)
 
     return list(filter(is_named, alone)), elsewhere
+
+
+def _within_added(line: LineTime, added: Mapping[str | None, float]) -> LineTime:
+    """Return a line of rare steps with hardly more than these add to its phase, and to waits for data in it.
+
+    A pause in one of all steps makes the error of a line that runs in all of them as large.
+    """
+    most_ns = added.get(line.phase, float(line.time_ns)) + (added.get(DATA, 0.0) if line.phase != DATA else 0.0)
+    return replace(line, time_ns=round(most_ns)) if line.time_ns > _FAR_MORE * most_ns else line
 
 
 def _distance_of(rare: Sequence[int], steps: int) -> int | None:
@@ -501,7 +517,12 @@ def _varies_as_rare(line: LineTime, spread: float) -> bool:
 
 
 def _is_alone(line: LineTime, spread: float) -> bool:
-    return line.thread != "worker" and line.samples >= FEWEST_SAMPLES and _varies_as_rare(line, spread)
+    return line.thread != "worker" and line.samples >= _enough_samples(spread) and _varies_as_rare(line, spread)
+
+
+def _enough_samples(spread: float) -> float:
+    """Return from how many samples on chance alone hardly gives a line of all steps the error of rare steps' lines."""
+    return max(FEWEST_SAMPLES, (_OF_CHANCE * spread / _OF_ERROR) ** 2)
 
 
 def _spread_of(rare: int, steps: int) -> float:

@@ -406,7 +406,8 @@ def _kind_of_chain(run: Run, in_turn: int) -> tuple[str, str, str]:
         return "cross-entropy", *(_ONE_HOT_LOSS if is_one_hot else _WRITTEN_LOSS)
     if reduces and ("rsqrt" in names or "sqrt" in names or "pow" in names or "mean" in names):
         return "norm", "a norm is written out", "F.layer_norm or F.rms_norm"
-    if "tanh" in names or "erf" in names or "sigmoid" in names or "pow" in names:
+    # A sigmoid that is no activation's is a gate: what it multiplies has nothing to do with it.
+    if "tanh" in names or "erf" in names or "pow" in names or _is_silu(run):
         usual = "F.silu(x)" if _is_silu(run) else 'F.gelu(x, approximate="tanh"), or torch\'s own'
         usual = "F.mish(x)" if "softplus" in names else usual
         return "activation", "an activation is written out", usual

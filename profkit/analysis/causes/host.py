@@ -84,12 +84,13 @@ def _python_lines(evidence: Evidence) -> Iterator[Cause]:
         fetches = [*_fetches_for(evidence, edited)]
         changes += edits(*(f"no-wait:{one.file}:{one.line}" for one in fetches))
         is_moving = line.is_move and round(line.waits) >= max(1, len(evidence.pageable_copies))
-        where = "in a DataLoader's worker or on the GPU, or once before the loop"
+        where = "in a DataLoader's worker or on the GPU" if _has_loader(evidence) else "on the GPU"
+        where += ", or once before the loop"
         if fetches:
             where = "on the GPU, or less often"
         elif _follows(evidence, call or line, (OPTIMIZER,)):
             where = "less often, or in fewer calls"
-        elif _follows(evidence, call or line, (FORWARD, LOSS)):
+        elif line.phase in (FORWARD, LOSS) or _follows(evidence, call or line, (FORWARD, LOSS)):
             where = "for the whole batch at once, on the GPU, or less often"
         elif is_moving:
             where = "where the GPU computes: keep the data there, or make it ready ahead in pinned memory"
@@ -109,6 +110,10 @@ def _python_lines(evidence: Evidence) -> Iterator[Cause]:
                 "lines": ", ".join(str(one.line) for one in lines),
             },
         )
+
+
+def _has_loader(evidence: Evidence) -> bool:
+    return evidence.facts.workers > 0 or any(line.phase == DATA for line in evidence.lines)
 
 
 def _follows(evidence: Evidence, line: LineTime, phases: Collection[str]) -> bool:
@@ -315,7 +320,10 @@ def _explain_rare(evidence: Evidence, rare: RareSteps, line: LineTime) -> tuple[
     if _saves_checkpoint(line):
         return f"in {name}, which saves a checkpoint", "save checkpoints less often, or less of the state"
     what = f"in {name}, mostly a wait for data"
-    if line.phase != DATA:
+    evaluating = [one for one in (*evidence.lines, *evidence.lines_of_rare_steps) if one.phase == INFERENCE]
+    if line.phase == DATA and any(one.place == line.place for one in evaluating):
+        change = "give its evaluation's DataLoader workers that stay, or evaluate less often"
+    elif line.phase != DATA:
         what, change = f"in {name} itself", "evaluate, save or log less often, or less of it"
     if any(map(_reads_classes, evidence.lines_of_rare_steps)) or _gathers_outputs(line):
         change = f"preprocess_logits_for_metrics that returns classes: no scores are gathered; or {change}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean, median
@@ -308,6 +309,8 @@ def _predict(replay: StepReplay, changes: Sequence[StepChange], facts: ProgramFa
     here = _reach_of_all({name: each for name, each in reaches.items() if name not in (_STEPS, _PROCESSES)}, corner)
     saved_ns = max(0, now_ns - expected_ns)
     unexplained = _Reach(*(_UNEXPLAINED * now_ns + share * saved_ns for share in (_OF_SAVED_BELOW, _OF_SAVED_ABOVE)))
+    shortest = _change(replay, typical, typical.at_speed(typical.fit.middle), changes, facts, world="least")
+    least_ns = max(expected_ns - reach.below - unexplained.below, OTHER_GPU[0] * _busiest_ns(shortest))
     bounds = [change.bound for change in changes if change.bound]
     parts = typical.find_parts(changed, replay.run(changed), max(0, expected_ns))
     widths_ns = {name: round(each.below + each.above) for name, each in reaches.items()}
@@ -317,7 +320,7 @@ def _predict(replay: StepReplay, changes: Sequence[StepChange], facts: ProgramFa
         replay.unprofiled_ns,
         replay.proof,
         replay.fit,
-        low_ns=max(0, round(expected_ns - reach.below - unexplained.below)),
+        low_ns=max(0, min(expected_ns, round(least_ns))),
         expected_ns=None if bounds else expected_ns,
         high_ns=round(expected_ns + reach.above + unexplained.above),
         high_here_ns=round(expected_ns + here.above),
@@ -325,6 +328,14 @@ def _predict(replay: StepReplay, changes: Sequence[StepChange], facts: ProgramFa
         assumptions=(*bounds, *_assumptions(replay, changes)),
         widths_ns=dict(sorted(widths_ns.items(), key=lambda item: -item[1])),
     )
+
+
+def _busiest_ns(columns: StepColumns) -> int:
+    """Return what the operations of a step's busiest stream take: no host makes the step shorter than that."""
+    sums_ns = Counter[int]()
+    for stream, duration_ns in zip(columns.stream, columns.duration_ns, strict=True):
+        sums_ns[stream] += duration_ns
+    return max(sums_ns.values(), default=0)
 
 
 def _reach_of_processes(replay: StepReplay, changed: StepColumns, expected_ns: int) -> _Reach:
