@@ -1222,6 +1222,11 @@ NAMED: dict[str, Case] = {
         pageable_copy(100),
         IMAGES | {"lines": [replace(line(MS // 2, called="images.float"), waits=1.0, waits_in="….to")]},
     ),
+    "a copy of what the line before converts": (
+        "pageable-copy",
+        equal_steps(python(MS), FORWARD, copy(MS // 2), wait),
+        IMAGES | {"lines": [line(MS // 2, called="images.to", waits=1.0), line(MS, called="images.float", line=29)]},
+    ),
     "a copy of what torch makes on the CPU in that line": ("made-on-cpu", pageable_copy(100), EYE),
     # What moving a worker's batch takes is its unpinned memory's; without workers, or pinned, it is Python's.
     "a line that moves a worker's batch, and one beside it": ("python", MOVED, {**IMAGES, "lines": [MOVE, BESIDE]}),

@@ -117,7 +117,7 @@ def test_rare_steps_that_no_figure_has_are_said(tmp_path: Path) -> None:
     for name, longer_ns in (("before", 0), ("after", 40_000_000)):
         usual = {"step_ns": 5_000_000}
         run = start_run(tmp_path / name, attached={"steps": [usual] * 5})
-        looked = LineSteps(([usual] * 5 + [{"step_ns": 5_000_000 + longer_ns}] + [usual] * 4) * 2)
+        looked = LineSteps(([usual] * 5 + [{"step_ns": 5_000_000 + longer_ns}] + [usual] * 4) * 3)
         write_lines(run / "lines.jsonl", RunLines(looked, ()))
     printed = run_command("compare", tmp_path / "before", tmp_path / "after")
     assert "unchanged" in printed.stdout

@@ -42,7 +42,7 @@ from profkit.capture.steps.data_loading import DataLoading
 from profkit.errors import RunError
 from profkit.reading import open_capture
 from profkit.run.directory import Run
-from profkit.run.lines import LineSteps, LineTime, RunLines, read_run_lines, split_lines, write_lines
+from profkit.run.lines import LineSteps, LineTime, RunLines, name_count, read_run_lines, split_lines, write_lines
 from tests.forked_scripts import Forks
 from tests.golden import check_transcript
 from tests.in_process import check_profkit, manifest_of, run_command
@@ -786,6 +786,22 @@ def test_steps_that_are_rare_and_long_are_said_with_their_line(run_with_lines: P
         assert find(steps) is None
 
 
+@pytest.mark.parametrize(("count", "said"), [(0.25, "0.25"), (64.0, "64"), (999.4, "999"), (2_667.0, "2,667")])
+def test_how_often_a_line_waits_is_no_power_of_ten(count: float, said: str) -> None:
+    assert name_count(count) == said
+
+
+def test_lines_take_no_more_than_the_step_where_no_factor_is_known(run_with_lines: Path) -> None:
+    """Looking for lines made the steps so much longer that the factors of phases cannot be right."""
+    step_ns = find_lines(Run(run_with_lines)).step_ns
+    waiting = LineTime("/me/train.py", 12, "main", "x.item", "forward", "main", 400, 3 * step_ns, step_ns, 9.0)
+    steps = LineSteps(({"step_ns": 4 * step_ns, "forward_host_ns": 4 * step_ns},) * 3)
+    write_lines(run_with_lines / "lines.jsonl", RunLines(steps, (waiting, replace(waiting, line=13, time_ns=step_ns))))
+    found = find_lines(Run(run_with_lines))
+    assert found.step_ns == step_ns
+    assert sum(line.time_ns for line in found.lines) == pytest.approx(step_ns, rel=1e-6)
+
+
 def test_two_pauses_have_no_distance_unless_a_line_explains_them() -> None:
     usual, long = {"step_ns": 5_000_000}, {"step_ns": 60_000_000}
     steps = LineSteps((*([usual] * 18 + [long] + [usual]) * 2,))
@@ -1073,7 +1089,9 @@ def test_a_phase_whose_factor_cannot_be_right_is_named(tmp_path: Path) -> None:
     assert "to the unprofiled steps (backward scaled as the whole step: too far from their times); ±" in text
     slower |= {"step_ns": 20_000_000}
     result = find_lines(Run(_write_run(tmp_path, [USUAL] * 10, [slower] * 10, *rows)))
-    assert {line.line: line.time_ns for line in result.lines} == {30: 4_000_000, 31: 10_000_000}
+    assert {line.line: line.time_ns for line in result.lines} == {30: 4_000_000, 31: 6_000_000}, "what is left"
+    rows[1] = _in_phase(31, "loss.backward", "backward", 5_900_000)
+    run = _write_run(tmp_path, [USUAL] * 10, [slower] * 10, *rows)
     text = " ".join(run_command("efficiency", run, "--by", "line").stdout.split())
     assert "(backward as sampled: too far from their times)" in text
 

@@ -220,6 +220,11 @@ def join_at_places(lines: Iterable[LineTime]) -> tuple[LineTime, ...]:
     )
 
 
+def name_count(count: float) -> str:
+    """Return how often a line does something, to three digits, and to the last one from a thousand on."""
+    return f"{count:.3g}" if count < 999.5 else f"{count:,.0f}"
+
+
 def write_lines(path: Path, lines: RunLines) -> None:
     objects = [asdict(lines.steps), *map(asdict, (*lines.lines, *lines.callers))]
     with whole_file(path) as partial:

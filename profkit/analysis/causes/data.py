@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from profkit.analysis.causes.changes import batches_every, keep_workers, scale_operations, without_copies
@@ -23,7 +23,7 @@ from profkit.analysis.step_replay import World
 from profkit.analysis.step_replay.edits import find_pageable_copies
 from profkit.analysis.summary import WORTH
 from profkit.names import BACKWARD, DATA, FORWARD, INFERENCE, LOSS
-from profkit.run.lines import LineTime
+from profkit.run.lines import NEAR, LineTime
 
 _LEAST_SHARE = 0.01
 _MOSTLY = 0.5
@@ -365,7 +365,7 @@ def _copies(evidence: Evidence) -> Iterator[Cause]:
     no_wait = [f"no-wait:{line.file}:{line.line}"] if line is not None and round(line.waits) else []
     change = "DataLoader(…, pin_memory=True) and .to(…, non_blocking=True)"
     # What is converted on the host lies in memory that is not pinned, whatever the loader does.
-    converting = [one for one in moves if one.method in _CONVERTING]
+    converting = [one for one in (*moves, *_find_before(evidence, line)) if one.method in _CONVERTING]
     if converting:
         no_wait = [f"no-host:{one.file}:{one.line}" for one in converting]
         change += " before it is converted: on the GPU, or in the dataset"
@@ -393,6 +393,14 @@ def _copies(evidence: Evidence) -> Iterator[Cause]:
         costs="pinned host memory",
         evidence={"copies": len(calls), "held_ns": held_ns},
     )
+
+
+def _find_before(evidence: Evidence, move: LineTime | None) -> Sequence[LineTime]:
+    """Return the lines of the same function that stand just before one that moves a batch."""
+    if move is None:
+        return []
+    own = [one for one in evidence.lines if (one.file, one.function, one.thread) == (move.file, move.function, "main")]
+    return [one for one in own if 0 < move.line - one.line <= NEAR]
 
 
 def _find_maker(evidence: Evidence, line: LineTime) -> str | None:

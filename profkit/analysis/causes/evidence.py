@@ -37,7 +37,7 @@ from profkit.analysis.tree.modules import Place as ModulePlace
 from profkit.analysis.tree.modules import places_of_ranges, read_place
 from profkit.names import BACKWARD, FORWARD, STEP, kind_of
 from profkit.run.edits import parse_edits
-from profkit.run.lines import CallTree, LineTime, calls_backward, join_at_places, lines_of_trainers
+from profkit.run.lines import CallTree, LineTime, calls_backward, join_at_places, lines_of_trainers, name_count
 from profkit.run.manifest import Manifest, find_condition
 from profkit.run.work import OperatorLine, RunWork
 from profkit.trace.columns import distinct_values
@@ -596,7 +596,7 @@ def name_ms(time_ns: float) -> str:
 
 def name_times(count: float) -> str:
     """Return how often something happens: ``once a step``, ``8 times a step``."""
-    return "once a step" if count == 1 else f"{count:.3g} times a step"
+    return "once a step" if count == 1 else f"{name_count(count)} times a step"
 
 
 def edits(*texts: str) -> tuple[StepChange, ...]:

@@ -14,7 +14,7 @@ from profkit.names import STEP, phase_of
 from profkit.report import shortest_end
 from profkit.report.document import UNKNOWN, Column, Document, Lines, Row, Table
 from profkit.report.units import NS, SHARE, TEXT, Unit, format_change, format_count, format_ns, format_share
-from profkit.run.lines import LineTime
+from profkit.run.lines import LineTime, name_count
 
 # What limits a step is shown of traces alone too: these do not wait for what only runs have.
 if TYPE_CHECKING:
@@ -117,7 +117,7 @@ def _rare_notes(times: StepTimes) -> Iterator[str]:
                 yield f"{phase.name} is in {few}, and no part of the typical one"
 
 
-_WAITS = Unit(lambda value: f"{value:.3g}" if value else UNKNOWN)
+_WAITS = Unit(lambda value: name_count(value) if value else UNKNOWN)
 _TIME = Unit(lambda value: NS.show(value) if value else UNKNOWN)
 _WORTH = 0.05
 """The share of a step from which the time in which Python was done is worth a sentence."""
