@@ -196,11 +196,11 @@ def _fit_step(
     if STEP not in unprofiled:
         return scale
     step_ns, own = unprofiled[STEP].typical_ns, [line for line in lines if line.thread == "main"]
-    known_ns = sum(line.time_ns * scale[line.phase] for line in own if line.phase in scale)
-    unknown_ns = sum(line.time_ns for line in own if line.phase not in scale)
-    if STEP not in scale and 0 < step_ns - known_ns < unknown_ns:
-        # What is left of the step is theirs at most.
-        scale |= dict.fromkeys((None, STEP), (step_ns - known_ns) / unknown_ns)
+    if STEP not in scale:
+        known_ns = sum(line.time_ns * scale[line.phase] for line in own if line.phase in scale)
+        unknown_ns = sum(line.time_ns for line in own if line.phase not in scale)
+        if 0 < step_ns - known_ns < unknown_ns:
+            scale = scale | dict.fromkeys((None, STEP), (step_ns - known_ns) / unknown_ns)
     whole_ns = sum(_scaled(line.time_ns, line, scale) for line in own)
     fit = min(1.0, step_ns / whole_ns) if whole_ns else 1.0
     return {phase: factor * fit for phase, factor in scale.items()}

@@ -57,7 +57,7 @@ _OF_CALLS = ("loop", "chain")
 _RUNS_PYTHON = ("python", "made-on-cpu", "loader", "garbage", "recompile")
 """Causes for which Python is late: with them goes what a wait costs without which it would run ahead."""
 _OF_TRAINING = ("autocast", "batch")
-"""Edits of what a program computes: their causes stand after all others, which they must not hide."""
+"""Edits of what a program computes: their causes are chosen after all others, which they must not hide."""
 
 _OF_LOSSES = ("log_softmax", "softmax", "log", "exp", "logsumexp", "gather", "sub", "one_hot", "scatter")
 _OPERATORS: dict[str, Callable[[OperatorLine], float]] = {

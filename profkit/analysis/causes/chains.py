@@ -93,8 +93,8 @@ def _chains(evidence: Evidence) -> Iterator[Cause]:
     known: dict[tuple[str, ...], tuple[str, ...]] = {}
     for place in dict.fromkeys(map(_place_of, written)):
         chain = _find_chain(evidence, step, place)
-        kind = _kind_of_place(evidence, place, chain)
-        kernels = tuple(one.name for one in _find_longest(evidence, place, chain))
+        turns = _find_turns(evidence, place[0], chain)
+        kind, kernels = _kind_of_place(place, chain, turns), tuple(one.name for one in _find_longest(chain, turns))
         # The same kernels are the same code, whatever its modules are called.
         own = (*kind, *_name_alike(place, kind[0]))
         alike[known.setdefault((*kind, *kernels), own) if place[0] else (*kind, place[1])][place] = chain
@@ -218,16 +218,14 @@ def _is_silu(run: Run) -> bool:
     return is_product and min(times_ns) >= _LARGE * max(times_ns)
 
 
-def _kind_of_place(evidence: Evidence, place: ChainPlace, runs: Sequence[Run]) -> tuple[str, str, str]:
-    turns = _find_turns(evidence, place[0], runs)
+def _kind_of_place(place: ChainPlace, runs: Sequence[Run], turns: Sequence[Run]) -> tuple[str, str, str]:
     in_turn = len(turns) if place[0] else sum(run[0].phase != BACKWARD for run in runs)
-    return _kind_of_chain(_find_longest(evidence, place, runs), in_turn)
+    return _kind_of_chain(_find_longest(runs, turns), in_turn)
 
 
-def _find_longest(evidence: Evidence, place: ChainPlace, runs: Sequence[Run]) -> Run:
+def _find_longest(runs: Sequence[Run], turns: Sequence[Run]) -> Run:
     """Return the run that says what a place's runs are: a turn of its loop, if it has one, or else the longest."""
     views = [run for run in runs if _is_of_views(run)]
-    turns = _find_turns(evidence, place[0], runs)
     return max(views or turns or [run for run in runs if run[0].phase != BACKWARD], key=len)
 
 
@@ -259,12 +257,12 @@ def _cost(chains: Mapping[ChainPlace, Sequence[Run]]) -> int:
 
 def _describe_chains(evidence: Evidence, chains: Mapping[ChainPlace, Sequence[Run]]) -> Cause | None:
     (module, phase), costliest = next(iter(chains.items()))
-    code, what, change = _kind_of_place(evidence, (module, phase), costliest)
+    turns = _find_turns(evidence, module, costliest)
+    code, what, change = _kind_of_place((module, phase), costliest, turns)
     if code in ("norm", "chain") and _compares_pairs(evidence, module):
         code, what, change = _PAIRS
     runs = [run for chain in chains.values() for run in chain]
-    turns, longest = _find_turns(evidence, module, costliest), _find_longest(evidence, (module, phase), costliest)
-    turn = evidence.find_operator_line(module, lambda line: line.count) if turns else None
+    longest, turn = _find_longest(costliest, turns), _find_body(evidence, module) if turns else None
     has_views = any(map(_is_of_views, runs))
     each = "turn" if turns and not has_views else "call"
     if has_views:
@@ -292,16 +290,21 @@ def _describe_chains(evidence: Evidence, chains: Mapping[ChainPlace, Sequence[Ru
     )
 
 
+def _find_body(evidence: Evidence, module: str | None) -> SourceLine | None:
+    """Return the line that calls most operators in a module itself, or outside of all: of a loop, it is in its body."""
+    return evidence.find_operator_line(module, lambda line: line.count)
+
+
 def _stop_slicing(evidence: Evidence, module: str | None) -> Sequence[StepChange]:
     """Return that the function of a module that makes views in a loop takes no Python."""
-    body = evidence.find_operator_line(module, lambda line: line.count)
+    body = _find_body(evidence, module)
     own = [line for line in evidence.lines if body and (line.file, line.function) == (body.file, body.function)]
     return edits(*{f"no-host:{line.file}:{line.line}" for line in own if line.thread == "main"})
 
 
 def _stop_reading_turns(evidence: Evidence, module: str | None, looping: LineTime | None) -> Sequence[StepChange]:
     """Return that nobody reads from the GPU what a loop goes over, as its line above its body does, or in each turn."""
-    body = evidence.find_operator_line(module, lambda line: line.count)
+    body = _find_body(evidence, module)
     heads = [line for line in evidence.lines if body and line.file == body.file and line.line == body.line - 1]
     if looping is not None:
         heads += [line for line in evidence.call_tree.under(looping) if not line.is_caller and line.waits >= _MANY]
@@ -324,7 +327,7 @@ def _fuse_chain(evidence: Evidence, code: str, place: ChainPlace, runs: Sequence
     def choose(step: ReplayedStep) -> list[list[int]]:
         return [[one.at for one in run] for run in _find_chain(evidence, step, place)]
 
-    longest = _find_longest(evidence, place, runs)
+    longest = _find_longest(runs, _find_turns(evidence, place[0], runs))
     is_reducing = any(one.category == "reduction" for one in longest)
     if code == "cross-entropy" and _is_one_hot(longest):
         return fuse(choose, _size_of_one_hot)
@@ -366,7 +369,7 @@ def _asks_the_model(evidence: Evidence, looping: LineTime | None) -> bool:
 
 def _find_line(evidence: Evidence, phase: str, looping: LineTime | None) -> SourceLine | None:
     """Return the line that calls most operators; of a loop whose turns call functions, the costliest of its own."""
-    called = evidence.find_operator_line(None, lambda line: line.count)
+    called = _find_body(evidence, None)
     if looping is not None:
         own = evidence.call_tree.called_by(looping)
         longest = max(own, key=lambda line: line.time_ns, default=None)

@@ -48,7 +48,6 @@ _CONVERTING = ("float", "half", "bfloat16", "double", "long", "int", "type")
 _MAKING_SAMPLES = ("__getitem__", "__getitems__", "__iter__", "__next__", "__call__")
 _OF_SINGLE = 0.2
 """What is left of that time where the dataset makes a whole batch at once."""
-_OF_TRAINER = "dataloader_num_workers={}, dataloader_persistent_workers=True"
 _SEVERAL = 1.5
 """A worker that keeps so many CPUs busy computes with several threads."""
 
@@ -216,12 +215,14 @@ def describe_loader(evidence: Evidence, waited_ns: int, workers: int, pinned: st
     have = f"with {name_workers(facts.workers)} is too slow" if facts.workers else "has no workers"
     inside = _find_inside(evidence)
     have += f", mostly in {inside}" if inside is not None else ""
-    made = f"DataLoader(…, num_workers={workers}{pinned}, persistent_workers=True)"
+    change = f"DataLoader(…, num_workers={workers}{pinned}, persistent_workers=True)"
+    if _is_in_trainer(evidence):
+        change = f"TrainingArguments(dataloader_num_workers={workers}, dataloader_persistent_workers=True)"
     return Cause(
         code="loader",
         cause=f"the DataLoader {have}",
         line=None if line is None else source_line(line),
-        change=f"TrainingArguments({_OF_TRAINER.format(workers)})" if _is_in_trainer(evidence) else made,
+        change=change,
         edit=f"workers:{workers}",
         costs="CPU cores and host memory",
         evidence={

@@ -84,16 +84,9 @@ def _python_lines(evidence: Evidence) -> Iterator[Cause]:
         fetches = [*_fetches_for(evidence, edited)]
         changes += edits(*(f"no-wait:{one.file}:{one.line}" for one in fetches))
         is_moving = line.is_move and round(line.waits) >= max(1, len(evidence.pageable_copies))
-        where = "in a DataLoader's worker or on the GPU" if _has_loader(evidence) else "on the GPU"
-        where += ", or once before the loop"
-        if fetches:
-            where = "on the GPU, or less often"
-        elif _follows(evidence, call or line, (OPTIMIZER,)):
-            where = "less often, or in fewer calls"
-        elif line.phase in (FORWARD, LOSS) or _follows(evidence, call or line, (FORWARD, LOSS)):
-            where = "for the whole batch at once, on the GPU, or less often"
-        elif is_moving:
-            where = "where the GPU computes: keep the data there, or make it ready ahead in pinned memory"
+        where = (
+            "on the GPU, or less often" if fetches else _say_where(evidence, call or line, line, is_moving=is_moving)
+        )
         if line.method in FACTORIES:
             changes.append(without_copies(find_pageable_copies))
         elif is_moving:
@@ -112,8 +105,17 @@ def _python_lines(evidence: Evidence) -> Iterator[Cause]:
         )
 
 
-def _has_loader(evidence: Evidence) -> bool:
-    return evidence.facts.workers > 0 or any(line.phase == DATA for line in evidence.lines)
+def _say_where(evidence: Evidence, call: LineTime, line: LineTime, *, is_moving: bool) -> str:
+    """Return where, or when, to do what a line does that runs in a call."""
+    if _follows(evidence, call, (OPTIMIZER,)):
+        return "less often, or in fewer calls"
+    if line.phase in (FORWARD, LOSS) or _follows(evidence, call, (FORWARD, LOSS)):
+        return "for the whole batch at once, on the GPU, or less often"
+    if is_moving:
+        return "where the GPU computes: keep the data there, or make it ready ahead in pinned memory"
+    has_loader = evidence.facts.workers > 0 or any(one.phase == DATA for one in evidence.lines)
+    worker = "in a DataLoader's worker or " if has_loader else ""
+    return f"{worker}on the GPU, or once before the loop"
 
 
 def _follows(evidence: Evidence, line: LineTime, phases: Collection[str]) -> bool:
