@@ -2082,9 +2082,75 @@ def test_what_autocast_saves_stands_before_what_saves_less_than_half_as_much(tmp
     assert codes == [["python", "autocast"], ["autocast", "python"]]
 
 
+def test_the_largest_effect_that_is_printed_stands_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the screening says, which asks one recorded step."""
+
+    def screen(evidence: Evidence, changes: Sequence[Any]) -> int:
+        return round(0.9 ** len(changes) * evidence.now_ns)
+
+    monkeypatch.setattr(Evidence, "expect_after", screen)
+    found = []
+    for data_ns, python_ns in ((8 * MS, 4 * MS), (4 * MS, 8 * MS)):
+        program = equal_steps(within("data", python(data_ns)), FORWARD, wait, python(python_ns), wait)
+        lines = [*loads(data_ns)[1]["lines"], replace(PACK, time_ns=python_ns)]
+        found.append([advice.code for advice in program.write(tmp_path / f"{data_ns}", lines).tries])
+    assert found == [["loader", "python"], ["python", "loader"]]
+
+
+TRAINER = [line(MS, phase, "trainer.train", line=90) for phase in ("forward", "backward")]
+
+
+def test_autocast_that_saves_far_more_than_others_is_among_three_tries(tmp_path: Path) -> None:
+    """It changes the numbers, and is asked for in the words of what runs the steps."""
+    small = [replace(PACK, line=at, function=f"f{at}") for at in (10, 40, 70)]
+    program = equal_steps(*[python(2 * MS), wait] * 3, *[IN_TF32] * 4, wait)
+    for name, more, change in (("loop", [], "torch.autocast("), ("trainer", TRAINER, "TrainingArguments(bf16=True)")):
+        tries = program.write(tmp_path / name, [*small, *more]).tries
+        assert [advice.code for advice in tries] == ["autocast", "python", "python"]
+        assert tries[0].change.startswith(change)
+
+
+def loader(workers: int, **more: Any) -> dict[str, Any]:
+    """Return what is known of the lines of a loader that gives each step its batch."""
+    places = {"file": "/code/train.py", "line": 80, "keeps_line": 82, "function": "make", "keeps_function": "make"}
+    return {**places, "workers": workers, "epochs": 1, "batches": 50, **more}
+
+
+def test_too_few_workers_are_named_where_their_number_is_written(tmp_path: Path) -> None:
+    """Where more than a usual number are needed the dataset is what is slow; its line is named in any case."""
+    found = []
+    for workers, batch_ns in ((0, 0), (1, 20 * MS), (1, 80 * MS)):
+        program, given = (
+            loads(5 * MS) if not workers else with_workers(5 * MS, 64, batch_ns, workers=1, batch_ns=batch_ns)
+        )
+        (process,) = given.get("processes", [{"pid": 7}])
+        lines = given.get("lines") or [line(batch_ns, called="resize", file="/code/data.py", line=12, thread="worker")]
+        processes = [{**process, "loaders": [loader(workers), loader(4, line=99, batches=9)]}]
+        advice = by_code(program.write(tmp_path / f"{batch_ns}", **{**given, "lines": lines, "processes": processes}))
+        assert advice["loader"].line is not None
+        found.append((advice["loader"].line.line, advice["loader"].cause.partition(", and")[0]))
+    assert found == [
+        (80, "the DataLoader has no workers: Image.open at data.py:12 runs in the step"),
+        (80, "1 worker of the DataLoader makes a batch every 20 ms, mostly in resize at data.py:12"),
+        (12, "1 worker of the DataLoader makes a batch every 80 ms"),
+    ]
+
+
+def test_workers_that_begin_anew_are_named_where_it_is_written_that_they_do(tmp_path: Path) -> None:
+    program, given = restarts(BURST_NS)
+    (process,) = given["processes"]
+    given = {**given, "processes": [{**process, "loaders": [loader(4)]}]}
+    for name, more, change in (("loop", [], "DataLoader("), ("trainer", TRAINER, "TrainingArguments(dataloader_pers")):
+        found = by_code(program.write(tmp_path / name, **{**given, "lines": [*given.get("lines", []), *more]}))[
+            "loader"
+        ]
+        assert found.line == SourceLine("/code/train.py", 82, "make")
+        assert found.change.startswith(change)
+
+
 def test_workers_of_a_trainer_are_asked_for_by_its_arguments(tmp_path: Path) -> None:
     program, given = loads(5 * MS)
-    trainer = [line(MS, phase, "trainer.train", line=90) for phase in ("forward", "backward")]
+    trainer = TRAINER
     for name, more, change in (("loop", [], "DataLoader("), ("trainer", trainer, "TrainingArguments(dataloader_num")):
         found = program.write(tmp_path / name, **{**given, "lines": [*given["lines"], *more]})
         assert by_code(found)["loader"].change.startswith(change)
@@ -2165,6 +2231,13 @@ def test_how_much_of_rare_steps_a_line_has_is_said_unless_it_has_most(tmp_path: 
     assert advise(loading).change.endswith(
         "or let its sampler begin anew by itself: each epoch's first batch is waited for"
     )
+    manifest["processes"][0]["loaders"] = [loader(2, keeps_workers=True), loader(4, epochs=3)]
+    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
+    found = advise(loading)
+    assert found.line == SourceLine("/code/train.py", 82, "make")
+    assert found.change.startswith("give this DataLoader workers that stay (persistent_workers=True)")
+    del manifest["processes"][0]["loaders"]
+    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
     # What a trainer does in rare steps is no line of the user's own.
     fit = line(4 * MS, called="trainer.fit")
     found = advise(replace(fit, error_ns=2 * MS), replace(fit, phase="backward"))

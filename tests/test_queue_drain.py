@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import runpy
 import sys
 import time
 from pathlib import Path
@@ -16,6 +17,7 @@ from torch.utils.data import DataLoader, Dataset  # noqa: E402
 from torch.utils.data import dataloader as torchs  # noqa: E402
 
 from profkit import read_trace  # noqa: E402
+from profkit.capture.patches import restore_all  # noqa: E402
 from profkit.capture.session import Session  # noqa: E402
 from profkit.capture.steps.data_loading import (  # noqa: E402
     LONGEST_BURST,
@@ -264,7 +266,7 @@ class Filled:
 
     batches_per_step = 1.0
     falls_behind = keeps_full = keeps_workers = False
-    epoch = Epoch()
+    epoch, loaders = Epoch(), ()
 
     def __init__(self, capacity: int = 4, workers: int = 2) -> None:
         self._queues = iter((Queue(workers, capacity, 0), Queue(workers, capacity, capacity)))
@@ -387,3 +389,83 @@ def test_bursts_of_data_are_no_gain() -> None:
     quick = [{"step_ns": 2_000_000, "data_ns": 0}] * 3
     assert warn_of_gain(steps[-3:], quick) == []
     assert warn_of_gain([{"step_ns": 82_000_000}] * 3, quick) != []
+
+
+# -- where it is written how a loader works --------------------------------------------------------------------------
+
+LIBRARY = """
+from torch.utils.data import DataLoader
+
+
+class TrainingArguments:
+    def __init__(self, **given):
+        self.given = given
+
+
+class Trainer:
+    def __init__(self, args, data):
+        self.args, self.data = args, data
+
+    def train(self):
+        return list(again(DataLoader(self.data, num_workers=self.args.given.get("dataloader_num_workers", 0))))
+
+
+def create_loader(data, num_workers):
+    return DataLoader(data, num_workers=num_workers)
+
+
+def again(loader):
+    return DataLoader(loader.dataset, num_workers=loader.num_workers)
+"""
+MAKES = {
+    "an argument": "list(DataLoader(DATA,\n  num_workers=0))  # here",
+    "an argument of a function of a library": "list(create_loader(DATA,\n  num_workers=0))  # here",
+    "a variable": "workers = 1\nworkers = 0  # here\nlist(DataLoader(DATA, num_workers=workers))",
+    "a variable elsewhere": """def other():
+  workers = 0
+workers = int()
+list(DataLoader(DATA, num_workers=workers))  # here
+workers = 0""",
+    "no argument": "given = {}\nlist(DataLoader(DATA, **given))  # here",
+    "a class of one's own": """class Mine(DataLoader):
+  def __init__(self):
+    super().__init__(DATA)
+list(Mine())  # here""",
+    "that calls its parent's constructor": """class Mine(DataLoader):
+  def __init__(self):
+    super().__init__(DATA, num_workers=0)  # here
+list(Mine())""",
+    "arguments of a trainer": """args = TrainingArguments(
+  dataloader_num_workers=0)  # here
+Trainer(args, DATA).train()""",
+    "no arguments of a trainer": "args = TrainingArguments(bf16=True)  # here\nTrainer(args, DATA).train()",
+    "made again by a library": "loader = DataLoader(DATA)  # here\nlist(again(loader))",
+    "made anew for each epoch": "for _ in range(3):\n  list(DataLoader(DATA))  # here",
+}
+
+
+@pytest.mark.parametrize("made", MAKES)
+def test_the_line_that_says_how_a_loader_works_is_noted(
+    made: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text, epochs = MAKES[made], 3 if "each epoch" in made else 1
+    library = tmp_path / "site-packages"
+    library.mkdir()
+    (library / "loading_library.py").write_text(LIBRARY)
+    monkeypatch.syspath_prepend(library)
+    monkeypatch.delitem(sys.modules, "loading_library", raising=False)
+    body = "from torch.utils.data import DataLoader\nfrom loading_library import *\nDATA = [1.0, 2.0]\n\n\n"
+    script = tmp_path / f"train_{made.replace(' ', '_')}.py"
+    script.write_text(body + "def main():\n" + "".join(f"    {line}\n" for line in text.split("\n")) + "\n\nmain()\n")
+    loading = DataLoading(lambda: None, lambda: None)
+    loading.install()
+    try:
+        runpy.run_path(str(script))
+    finally:
+        restore_all()
+    (loader,) = loading.loaders
+    lines = script.read_text().splitlines()
+    assert "# here" in lines[loader.line - 1]
+    assert (loader.file, loader.workers) == (str(script), 0)
+    assert loader.function.startswith("main")
+    assert (loader.epochs, loader.batches) == (epochs, 2 * epochs)

@@ -30,7 +30,7 @@ import profkit.models
 from profkit.capture.hooks.hooks import Hooks
 from profkit.capture.patches import patch, restore
 from profkit.capture.steps.times import wait_for_device
-from profkit.capture.steps.variable_names import call_at
+from profkit.capture.steps.variable_names import call_at, file_or_cell
 from profkit.run.lines import Line, Thread
 
 _CACHES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
@@ -140,7 +140,7 @@ def describe(place: Place) -> Line:
         if "<locals>" in called:  # what wraps an operator of tensors, say: its name is none of the operator's
             called = None
     function = "<module>" if code.co_name.startswith("<cell line") else code.co_qualname.replace(".<locals>", "")
-    return Line(_file_or_cell(code.co_filename), line, function, called)
+    return Line(file_or_cell(code.co_filename), line, function, called)
 
 
 @functools.cache
@@ -150,14 +150,6 @@ def name_inside(code: int) -> str | None:
     if is_own(known) or _is_profkits(known.co_filename):
         return None
     return f"{Path(known.co_filename).stem}.{known.co_qualname.replace('.<locals>', '')}"
-
-
-def _file_or_cell(file: str) -> str:
-    """Return the file; of a notebook's cell, whose file nobody knows, what stands beside the cell: ``In[3]``."""
-    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
-    name_code = getattr(getattr(shell, "compile", None), "format_code_name", None)
-    cell = None if name_code is None else name_code(file)
-    return file if cell is None else str(cell[1])
 
 
 def _shortened(function: str) -> str:

@@ -67,7 +67,7 @@ REASONS = {
     "torch.optim.optimizer.Optimizer.zero_grad": "a trial sets gradients to None",
     "torch.utils.checkpoint.CheckpointFunction.forward": "checkpoints compute again, reentrant ones",
     "torch.utils.checkpoint._CheckpointFrame.__init__": "checkpoints compute again, the others",
-    "torch.utils.data.dataloader.DataLoader.__init__": "a trial changes how batches are made",
+    "torch.utils.data.dataloader.DataLoader.__init__": "where loaders are made; a trial changes how batches are",
     "torch.utils.data.dataloader.DataLoader.__iter__": "the program waits for data",
     "torch.utils.data.dataloader._BaseDataLoaderIter.__next__": "the program waits for data",
     "warnings._filters_mutated": "the filter that lets torch's warnings of waits through stays the first",

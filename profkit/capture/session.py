@@ -358,6 +358,7 @@ class Session:
             step_changed_to=self.hooks.steps.changed_to,
             conditions=conditions,
             loading=self._drain.describe_later(process.loading, self._after.steps),
+            loaders=self.hooks.loading.loaders,
         )
         if later != process:
             self._leave(later)
@@ -561,6 +562,7 @@ class Session:
             during=self._samples.during,
             memory=remembered,
             loading=loading,
+            loaders=self.hooks.loading.loaders,
             left_out=self.hooks.names.left_out,
             compiled_failure=self._compiled.failure,
             uncounted=self._after.counted.why_not,

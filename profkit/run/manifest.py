@@ -17,7 +17,19 @@ from profkit.files import write_json, write_new_json
 from profkit.names import DATA, PHASES, STEP
 from profkit.run import Plain, read_record
 from profkit.run.job import Job
-from profkit.text_kinds import GpuName, Message, ModuleName, Moment, RunFile, State, Uncounted, Version, Word
+from profkit.text_kinds import (
+    FunctionName,
+    GpuName,
+    Message,
+    ModuleName,
+    Moment,
+    RunFile,
+    SourceFile,
+    State,
+    Uncounted,
+    Version,
+    Word,
+)
 
 Status = Literal["complete", "incomplete", "failed"]
 Kind = Literal["model", "command", "block"]
@@ -247,6 +259,25 @@ class Loading:
 
 
 @dataclass(frozen=True)
+class Loader:
+    """A data loader that gave a process so many batches, in so many epochs, and the lines that say how it works.
+
+    ``line`` is where the number of its workers is written, ``keeps_line`` where it is written whether they stay
+    (``keeps_workers``) when an epoch ends; where neither is, the line that makes it.
+    """
+
+    file: SourceFile = ""
+    line: int = 0
+    keeps_line: int = 0
+    function: FunctionName = ""
+    keeps_function: FunctionName = ""
+    workers: int = 0
+    keeps_workers: bool = False
+    epochs: int = 0
+    batches: int = 0
+
+
+@dataclass(frozen=True)
 class RangesLeftOut:
     """How many modules have no range, because that would be too many, and the ``--depth`` that gives them one."""
 
@@ -261,8 +292,8 @@ class Process:
     ``step`` is the kind of its steps, in the words of ``--step-on``, and ``step_names`` are the classes or functions
     that make one; ``step_times`` of these are one step together. ``seen`` says how often each thing that may make a
     step happened, and ``step_changed_to`` which kind of steps began only when the recording had. ``compiled_failure``
-    says why compiled code, or some of it, has no modules. ``uncounted`` says why no step's FLOPs were counted, where
-    they were to be.
+    says why compiled code, or some of it, has no modules. ``loaders`` are its data loaders whose lines are known, that
+    with most batches first. ``uncounted`` says why no step's FLOPs were counted, where they were to be.
     """
 
     process: str = ""
@@ -288,6 +319,7 @@ class Process:
     during: dict[Word, dict[Word, int]] = field(default_factory=dict)
     memory: ProcessMemory | None = None
     loading: Loading | None = None
+    loaders: tuple[Loader, ...] = ()
     left_out: RangesLeftOut | None = None
     compiled_failure: Message | None = None
     uncounted: Uncounted | None = None
@@ -421,6 +453,11 @@ class Manifest:
     @property
     def loading(self) -> Loading | None:
         return next((process.loading for process in self.processes if process.loading is not None), None)
+
+    @property
+    def loaders(self) -> tuple[Loader, ...]:
+        """Return the data loaders whose lines are known, that with most batches first."""
+        return next((process.loaders for process in self.processes if process.loaders), ())
 
     @property
     def first_step(self) -> int | None:

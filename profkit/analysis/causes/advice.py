@@ -239,9 +239,16 @@ def _sort_by_effect(evidence: Evidence, causes: Sequence[Cause]) -> list[Cause]:
         chains = [other for other in causes if other.code == "chain" and cause.code in _OF_MODELS]
         if cause.code in _COMPILING and (others or chains):
             return _weight_on_top(evidence, cause, others + chains) / _TIMES_A_MEND
-        return _weight(evidence, cause) / (_TIMES_OTHERS if _changes_training(cause) else 1)
+        return _printed_share(evidence, cause) / (_TIMES_OTHERS if _changes_training(cause) else 1)
 
     return sorted(causes, key=lambda cause: (_changes_training(cause) and cause.code == "batch", -effect(cause)))
+
+
+def _printed_share(evidence: Evidence, cause: Cause) -> float:
+    """Return the share that a chosen cause saves as it will be printed: of the step over all worlds, or of the peak."""
+    if cause.ends_run or cause.answer is not None or not cause.changes:
+        return _weight(evidence, cause)
+    return max(_share_saved(evidence.predict(cause.changes)), _memory_share(evidence, cause))
 
 
 def _predict_together(evidence: Evidence, causes: Sequence[Cause]) -> Interval | None:
@@ -263,8 +270,9 @@ def _choose(evidence: Evidence, causes: Sequence[Cause]) -> list[Cause]:
     """Return up to three causes: each adds more than any other to those before it, and holds when predicted.
 
     Those that come last are asked when no other adds anything, compiling before them: what has a place of its own is
-    not hidden by it. So is a wait after the Python for which the GPU is late, if it adds nothing to that: with either
-    gone, Python is in time.
+    not hidden by it. So is a wait after the Python for
+    which the GPU is late, if it adds nothing to that: with either gone, Python is in time. Autocast that saves far more
+    than any other is asked with these: three that save little would leave no place for it.
     """
     chosen: list[Cause] = []
     left = list(causes)
@@ -276,7 +284,13 @@ def _choose(evidence: Evidence, causes: Sequence[Cause]) -> list[Cause]:
         placed = []  # what is compiled is what a chain asks for
     while left and len(chosen) < MOST_TRIES:
         weights = [_weight_on_top(evidence, cause, chosen) for cause in left]
-        rank = [2 if cause in placed else _when_asked(cause, explained) for cause in left]
+        of_others = [weight for weight, cause in zip(weights, left, strict=True) if not _changes_training(cause)]
+        much = _TIMES_OTHERS * max(of_others, default=0.0)
+        is_first = [weight > much and cause.code == "autocast" for weight, cause in zip(weights, left, strict=True)]
+        rank = [
+            2 if first or cause in placed else _when_asked(cause, explained)
+            for first, cause in zip(is_first, left, strict=True)
+        ]
         best = max(range(len(left)), key=lambda at: (weights[at] > 0, rank[at], weights[at]))
         if weights[best] <= 0:
             break

@@ -14,8 +14,10 @@ from profkit.analysis.causes.evidence import (
     WORTH_COMPILING,
     Cause,
     Evidence,
+    SourceLine,
     edits,
     name_ms,
+    name_place,
     name_times,
     source_line,
 )
@@ -42,6 +44,8 @@ _SPARE = 2.0
 """By how much workers that keep up are faster than the step: batches come unevenly, so that at 1.5 it waits."""
 _NEARLY = 2.0
 """More workers are the simpler change, as long as the step takes no more than so many times its pace with them."""
+_USUAL_WORKERS = 8
+"""Where more would be needed, it is the dataset that is slow."""
 _COLLATING = ("collate.", "fetch.")
 """Files of torch's whose functions get samples one by one, and put them together."""
 _CONVERTING = ("float", "half", "bfloat16", "double", "long", "int", "type")
@@ -116,7 +120,9 @@ def _falling_behind(evidence: Evidence, waited_ns: int) -> Iterator[Cause]:
         return
     yield replace(
         cause,
-        cause=f"{name_workers(facts.workers)} of the DataLoader make a batch every {name_ms(every_ns)}",
+        cause=f"{name_workers(facts.workers)} of the DataLoader make{'s' * (facts.workers == 1)} a batch every "
+        + name_ms(every_ns)
+        + cause.cause.partition(" is too slow")[2],
         detail=f", and a step takes {name_ms(evidence.now_ns)} only until their queue is empty",
         answer=evidence.typical_instead_of(every_ns, left_ns),
         evidence={**cause.evidence, DRAINED_STEP: every_ns},
@@ -169,17 +175,22 @@ def are_workers_restarted(evidence: Evidence) -> bool:
 
 def describe_restarts(evidence: Evidence) -> Cause:
     """Return the cause that workers begin anew for each epoch, without what keeping them does to the step."""
-    facts = evidence.facts
+    facts, loader = evidence.facts, next(iter(evidence.manifest.loaders), None)
     line = _find_fetching(evidence)
+    place = None if line is None else source_line(line)
+    if loader is not None and facts.starts_workers:
+        place = SourceLine(loader.file, loader.keeps_line, loader.keeps_function)
     starts = f"starts its workers anew for every {facts.epoch_batches} batches"
     change, costs = "DataLoader(…, persistent_workers=True)", "host memory during evaluation"
+    if evidence.is_in_trainer:
+        change = "TrainingArguments(dataloader_persistent_workers=True)"
     if not facts.starts_workers:
         starts = f"has nothing made ahead when one of its epochs of {facts.epoch_batches} batches begins"
         change, costs = "a sampler that goes on from one epoch to the next", "epochs that you count yourself"
     return Cause(
         code="loader",
         cause=f"the DataLoader {starts}",
-        line=None if line is None else source_line(line),
+        line=place,
         change=change,
         costs=costs,
         evidence={"restart_ns": facts.restart_ns, "epoch_batches": facts.epoch_batches, "workers": facts.workers},
@@ -210,18 +221,27 @@ def name_workers(count: int) -> str:
 
 
 def describe_loader(evidence: Evidence, waited_ns: int, workers: int, pinned: str = "") -> Cause:
-    """Return the cause that a loader is too slow, without what so many workers do to the step."""
-    facts, line = evidence.facts, _costliest_line(evidence)
-    have = f"with {name_workers(facts.workers)} is too slow" if facts.workers else "has no workers"
-    inside = _find_inside(evidence)
-    have += f", mostly in {inside}" if inside is not None else ""
+    """Return the cause that a loader is too slow, without what so many workers do to the step.
+
+    Where a usual number of workers is enough its line is that which says how many there are, if it is known; else it is
+    the dataset's, which is named in any case.
+    """
+    facts, line, loader = evidence.facts, _costliest_line(evidence), next(iter(evidence.manifest.loaders), None)
+    of_data = None if line is None else source_line(line)
+    is_too_few = loader is not None and facts.workers < workers <= _USUAL_WORKERS
+    inside, slowest = _find_inside(evidence), ""
+    if is_too_few and line is not None and line.called != "next":
+        slowest = f"{inside or line.called or line.function} at {name_place(line)}"
+    have = ", mostly in ".join(filter(None, (f"with {name_workers(facts.workers)} is too slow", slowest or inside)))
+    if not facts.workers:
+        have = "has no workers" + f": {slowest} runs in the step" * bool(slowest)
     change = f"DataLoader(…, num_workers={workers}{pinned}, persistent_workers=True)"
-    if _is_in_trainer(evidence):
+    if evidence.is_in_trainer:
         change = f"TrainingArguments(dataloader_num_workers={workers}, dataloader_persistent_workers=True)"
     return Cause(
         code="loader",
         cause=f"the DataLoader {have}",
-        line=None if line is None else source_line(line),
+        line=SourceLine(loader.file, loader.line, loader.function) if loader is not None and is_too_few else of_data,
         change=change,
         edit=f"workers:{workers}",
         costs="CPU cores and host memory",
@@ -231,12 +251,6 @@ def describe_loader(evidence: Evidence, waited_ns: int, workers: int, pinned: st
             "batch_ns": facts.batch_in_worker(waited_ns, "expected") or 0,
         },
     )
-
-
-def _is_in_trainer(evidence: Evidence) -> bool:
-    """Return whether Hugging Face's Trainer makes the loader: a line that calls its ``train`` runs whole steps."""
-    lines = (*evidence.lines, *evidence.facts.callers)
-    return any(line.method == "train" and line.place in evidence.trainer_lines for line in lines)
 
 
 def _find_inside(evidence: Evidence) -> str | None:

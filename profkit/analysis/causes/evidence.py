@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import groupby
+from pathlib import PurePath
 from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -399,6 +400,12 @@ class Evidence:
         calls = {one.method for one in self.facts.callers if is_between(one)}
         return is_between(line) or line.outer_function.rpartition(".")[2] in calls
 
+    @property
+    def is_in_trainer(self) -> bool:
+        """Whether Hugging Face's Trainer runs the steps: a line that calls its ``train`` runs whole ones."""
+        lines = (*self.lines, *self.facts.callers)
+        return any((line.called or "").endswith(".train") and line.place in self.trainer_lines for line in lines)
+
     @cached_property
     def trainer_lines(self) -> frozenset[tuple[str | None, int]]:
         return lines_of_trainers((*self.lines, *self.facts.callers))
@@ -583,6 +590,10 @@ def saves_on_cpu(line: LineTime) -> bool:
 def source_line(line: LineTime | OperatorLine) -> SourceLine:
     assert line.file is not None
     return SourceLine(line.file, line.line, line.function)
+
+
+def name_place(line: LineTime) -> str:
+    return f"{PurePath(line.file or '').name}:{line.line}"
 
 
 def find_line(text: str) -> SourceLine | None:

@@ -10,7 +10,6 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate, groupby, pairwise
-from pathlib import PurePath
 from statistics import median
 
 from profkit.analysis.causes.calls import unread_graphs
@@ -32,6 +31,7 @@ from profkit.analysis.causes.evidence import (
     edits,
     find_line,
     name_ms,
+    name_place,
     name_times,
     source_line,
 )
@@ -159,7 +159,7 @@ def _moved_tensors(evidence: Evidence) -> Iterator[Cause]:
 
 
 def _name_call(line: LineTime) -> str:
-    return f"{line.called or line.function} ({PurePath(line.file or '').name}:{line.line})"
+    return f"{line.called or line.function} ({name_place(line)})"
 
 
 def _describe_line(line: LineTime, call: LineTime | None) -> str:
@@ -284,6 +284,10 @@ def _rare_steps(evidence: Evidence) -> Iterator[Cause]:
     # What else runs in these steps, as the rest of a rollout, stays.
     saved_ns = min(round(rare.lines_ns / every), mean_ns - evidence.now_ns)
     what, change = _explain_rare(evidence, rare, rare.line)
+    restarted = _find_restarted(evidence) if rare.line.phase == DATA else None
+    if restarted is not None:
+        argument = f"{'dataloader_' * evidence.is_in_trainer}persistent_workers=True"
+        change = f"give this DataLoader workers that stay ({argument}), or go through it less often"
     cause, detail = f"{rare.which} {name_ms(rare.longer_ns)} longer", f", {what}"
     if not rare.is_explained:
         cause, detail = f"{cause}, {name_ms(rare.lines_ns)} of it {what}", ""
@@ -291,7 +295,7 @@ def _rare_steps(evidence: Evidence) -> Iterator[Cause]:
         code="python",
         cause=cause,
         detail=detail,
-        line=source_line(rare.line),
+        line=restarted or source_line(rare.line),
         change=change,
         answer=evidence.typical_instead_of(mean_ns, mean_ns - saved_ns),
         evidence={
@@ -302,6 +306,12 @@ def _rare_steps(evidence: Evidence) -> Iterator[Cause]:
             **({} if rare.every else {"of_steps": rare.of}),
         },
     )
+
+
+def _find_restarted(evidence: Evidence) -> SourceLine | None:
+    """Return the line that lets a loader's workers end with its epoch, if the only one that began several is known."""
+    loaders = [one for one in evidence.manifest.loaders if one.workers and not one.keeps_workers and one.epochs > 1]
+    return SourceLine(loaders[0].file, loaders[0].keeps_line, loaders[0].keeps_function) if len(loaders) == 1 else None
 
 
 def _explain_rare(evidence: Evidence, rare: RareSteps, line: LineTime) -> tuple[str, str]:

@@ -117,7 +117,7 @@ def _tf32_products(evidence: Evidence) -> Iterator[Cause]:
         code="autocast",
         cause=f"{len(products):,} matrix products run in TF32",
         module=_busiest(products),
-        change='torch.autocast("cuda", torch.bfloat16)',
+        change="TrainingArguments(bf16=True)" if evidence.is_in_trainer else 'torch.autocast("cuda", torch.bfloat16)',
         changes=edits("autocast:bf16"),
         edit="autocast:bf16",
         costs="precision: products and activations keep 7 bits of mantissa",

@@ -21,6 +21,7 @@ from functools import partial
 from pathlib import Path
 from statistics import fmean, median
 from time import perf_counter_ns
+from types import FrameType
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -28,8 +29,9 @@ from torch.utils.data import get_worker_info
 
 from profkit.capture.patches import patch
 from profkit.capture.steps.times import times_without_waits
+from profkit.capture.steps.variable_names import file_or_cell, find_arguments, frames_around, is_installed, variable_of
 from profkit.run.lines import RARELY
-from profkit.run.manifest import Loading
+from profkit.run.manifest import Loader, Loading
 from profkit.run.recording import LocalRanks
 
 _FEWEST = 2
@@ -90,8 +92,12 @@ class DataLoading:
         self._taken = 0
         self._taken_per_step: list[int] = []
         self._queues: list[Queue] = []
+        self._made: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+        """Where among `_loaders` each loader, and each of its iterators, stands."""
+        self._loaders: list[Loader] = []
 
     def install(self) -> None:
+        patch("torch.utils.data.dataloader.DataLoader.__init__", self._around_making)
         patch("torch.utils.data.dataloader.DataLoader.__iter__", partial(self._around, is_batch=False))
         patch("torch.utils.data.dataloader._BaseDataLoaderIter.__next__", partial(self._around, is_batch=True))
 
@@ -104,6 +110,12 @@ class DataLoading:
         """Something else counts as a step from now on."""
         self._taken_per_step.clear()
         self._queues.clear()
+
+    @property
+    def loaders(self) -> tuple[Loader, ...]:
+        """Return the loaders that gave batches and whose lines are known, that with most batches first."""
+        known = [loader for loader in self._loaders if loader.file and loader.batches]
+        return tuple(sorted(known, key=lambda loader: -loader.batches))
 
     @property
     def keeps_workers(self) -> bool:
@@ -144,6 +156,20 @@ class DataLoading:
             any(queue.is_young for queue in queues),
         )
 
+    def _around_making(self, constructor: Callable[..., None]) -> Callable[..., None]:
+        def make(loader: Any, *args: Any, **kwargs: Any) -> None:
+            constructor(loader, *args, **kwargs)
+            written = find_written(loader)
+            alike = [at for at, other in enumerate(self._loaders) if replace(other, epochs=0, batches=0) == written]
+            if not written.file:  # a library makes another of the script's loaders, of the same data
+                made = list(self._made.items())
+                alike = [at for other, at in made if getattr(other, "dataset", None) is loader.dataset] or alike
+            with suppress(TypeError):  # a class of loaders that cannot be a key
+                self._made[loader] = alike[0] if alike else len(self._loaders)
+                self._loaders += [] if alike else [written]
+
+        return make
+
     def _around(self, method: Callable[[Any], Any], *, is_batch: bool) -> Callable[[Any], Any]:
         def waited(loader: Any) -> Any:
             began_ns = perf_counter_ns()
@@ -157,6 +183,7 @@ class DataLoading:
                 self._ends()
             waited_ns = perf_counter_ns() - began_ns
             with suppress(TypeError):  # a kind of iterator that nothing may refer to weakly
+                self._count(loader, result, is_batch=is_batch)
                 if not is_batch:
                     keeps = bool(getattr(loader, "persistent_workers", False))
                     start_ns = 0 if keeps and result not in self._iterators else self._ended_ns + waited_ns
@@ -171,9 +198,53 @@ class DataLoading:
 
         return waited
 
+    def _count(self, loader: Any, result: Any, *, is_batch: bool) -> None:
+        at = self._made.get(loader)
+        if at is not None:
+            one = self._loaders[at]
+            self._loaders[at] = replace(one, batches=one.batches + is_batch, epochs=one.epochs + (not is_batch))
+            if not is_batch:
+                self._made[result] = at
+
     def _first_came(self, epoch: Epoch, waited_ns: int) -> None:
         if epoch.batches and epoch.batches >= self.epoch.batches:
             self.epoch = replace(epoch, start_ns=epoch.start_ns and epoch.start_ns + waited_ns)
+
+
+def find_written(loader: Any) -> Loader:
+    """Return a loader that is made right now, with the lines of the user's own code that say how; no file if none does.
+
+    They are in the call that makes it, or a library's function that does, or else in that which makes the arguments of
+    Hugging Face's Trainer, if a file on the way to it has one such call.
+    """
+    frames = list(frames_around())
+    maker = next((frame for frame in frames if not _constructs(frame, loader)), None)
+    own = [frame for frame in frames if not is_installed(frame.f_code.co_filename)]
+    given = {name: getattr(loader, name) for name in ("num_workers", "persistent_workers")}
+    for frame in own:
+        file, at = frame.f_code.co_filename, frame.f_lineno
+        places = find_arguments(file, given, at=at) or [(at, frame.f_code.co_name)] * (2 * (frame is maker))
+        if places:
+            return _loader_at(file, places, loader)
+    for file in dict.fromkeys(frame.f_code.co_filename for frame in own):
+        of_trainer = {f"dataloader_{name}": value for name, value in given.items()}
+        places = find_arguments(file, of_trainer, of="TrainingArguments")
+        if places:
+            return _loader_at(file, places, loader)
+    return Loader()
+
+
+def _loader_at(file: str, places: Sequence[tuple[int, str]], loader: Any) -> Loader:
+    (line, function), (keeps_line, keeps_function) = places
+    return Loader(
+        file_or_cell(file), line, keeps_line, function, keeps_function, loader.num_workers, loader.persistent_workers
+    )
+
+
+def _constructs(frame: FrameType, loader: Any) -> bool:
+    """Return whether a frame is of a constructor of the loader's class, or of one that it inherits."""
+    code = frame.f_code
+    return code.co_name == "__init__" and variable_of(frame, code.co_varnames[0]) is loader
 
 
 def is_loader_worker() -> bool:

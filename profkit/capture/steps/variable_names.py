@@ -1,5 +1,7 @@
 """What the script calls an object: the text of the expression by which a line of it calls the object or passes it on.
 
+And where it writes an argument: the line to change.
+
 The text comes from the source of the calling line. Where the variables of running functions are read, nothing stays
 alive for it: ``frame.f_locals`` would, before Python 3.13, make a copy of a function's variables that lives as long as
 the function runs, with every tensor in it.
@@ -9,10 +11,11 @@ from __future__ import annotations
 
 import ast
 import ctypes
+import functools
 import linecache
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from inspect import CO_OPTIMIZED
 from pathlib import Path
@@ -72,7 +75,8 @@ def tell_apart(thing: Any, things: Sequence[Any], variable: Callable[[Any], str 
     return f"{kind.__name__} {next(at for at, other in enumerate(alike) if other is thing)}"
 
 
-def _frames_around() -> Iterator[FrameType]:
+def frames_around() -> Iterator[FrameType]:
+    """Yield the frames around the caller's, the innermost first, without profkit's."""
     frame: FrameType | None = sys._getframe(1)
     for _ in range(_FRAMES):
         if frame is None:
@@ -84,7 +88,7 @@ def _frames_around() -> Iterator[FrameType]:
 
 def _name_of_called() -> str | None:
     within = ""
-    for frame in _frames_around():
+    for frame in frames_around():
         if frame.f_code.co_filename.startswith(_TORCH):
             within = frame.f_code.co_name
             continue
@@ -120,9 +124,9 @@ def _name_passed(frame: FrameType, expression: ast.expr) -> str | None:
 
 
 def _name_of_stepping() -> str | None:
-    for frame in _frames_around():
+    for frame in frames_around():
         file = frame.f_code.co_filename
-        if file.startswith(_TORCH) or any(part in file for part in _PACKAGES):
+        if is_installed(file):
             continue
         _, call = call_at(frame.f_code, frame.f_lasti)
         if call is None or not isinstance(call.func, ast.Attribute) or call.func.attr != "step":
@@ -147,6 +151,75 @@ def call_at(code: CodeType, instruction: int) -> tuple[int, ast.Call | None]:
     except (SyntaxError, ValueError):
         return line, None
     return line, expression if isinstance(expression, ast.Call) else None
+
+
+def is_installed(file: str) -> bool:
+    """Return whether a file is torch's or an installed package's."""
+    return file.startswith(_TORCH) or any(part in file for part in _PACKAGES)
+
+
+def file_or_cell(file: str) -> str:
+    """Return the file; of a notebook's cell, whose file nobody knows, what stands beside the cell: ``In[3]``."""
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    name_code = getattr(getattr(shell, "compile", None), "format_code_name", None)
+    cell = None if name_code is None else name_code(file)
+    return file if cell is None else str(cell[1])
+
+
+def find_arguments(file: str, given: Mapping[str, Any], *, at: int = 0, of: str = "") -> list[tuple[int, str]]:
+    """Return the line in which a file gives each of some arguments its value, and the function around that.
+
+    That is the argument's own line in the call that spans the line ``at``, or that of a class whose name ends so, or
+    the call's; where a variable stands for it, the last line before that assigns the value to it, in the same function
+    or outside of all. Empty where no such call has any of the arguments, or several have.
+    """
+    tree = _parse(file)
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    if at:
+        calls = [call for call in calls if call.lineno <= at <= (call.end_lineno or call.lineno)]
+        calls = [call for call in calls if any(keyword.arg in given for keyword in call.keywords)]
+    else:
+        calls = [call for call in calls if (_last_name(call.func) or "").endswith(of)]
+    if len(calls) != 1:
+        return []
+    values = {keyword.arg: keyword.value for keyword in calls[0].keywords}
+    lines = [
+        _find_assigned(tree, values[name], value) if name in values else calls[0].lineno
+        for name, value in given.items()
+    ]
+    return [(line, ".".join(_functions_around(tree, line)) or "<module>") for line in lines]
+
+
+def _find_assigned(tree: ast.Module, written: ast.expr, value: Any) -> int:
+    around = _functions_around(tree, written.lineno)
+    assigned = [
+        node.lineno
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Assign)
+        and isinstance(written, ast.Name)
+        and [getattr(target, "id", None) for target in node.targets] == [written.id]
+        and isinstance(node.value, ast.Constant)
+        and node.value.value == value
+        and node.lineno < written.lineno
+        and _functions_around(tree, node.lineno) in (around, [])
+    ]
+    return max(assigned, default=written.lineno)
+
+
+def _functions_around(tree: ast.Module, line: int) -> list[str]:
+    """Return the names of the classes and functions around a line, the outermost first."""
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    around = [node for node in ast.walk(tree) if isinstance(node, kinds)]
+    around = [node for node in around if node.lineno <= line <= (node.end_lineno or node.lineno)]
+    return [node.name for node in sorted(around, key=lambda node: node.lineno)]
+
+
+@functools.lru_cache(maxsize=8)
+def _parse(file: str) -> ast.Module:
+    try:
+        return ast.parse("".join(linecache.getlines(file)))
+    except (SyntaxError, ValueError, RecursionError):  # a notebook's magic commands
+        return ast.Module([], [])
 
 
 def _last_name(expression: ast.expr) -> str | None:
