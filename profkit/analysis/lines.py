@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import compress, pairwise
 from operator import not_
@@ -221,8 +221,8 @@ _STRAY = 1
 """One sample in another step may be of a pause."""
 _FEW = 2
 """Of more rare steps a line that explains them runs in several."""
-_LAST, _SHORTER = 10, 0.7
-"""So many steps in a row take no more than this share of the timed ones where these were still warming up."""
+_LAST, _EXCEPTIONS, _SHORTER = 10, 2, 0.7
+"""The last so many steps, but for exceptions, take less than this share of the timed ones that were warming up."""
 
 
 @dataclass(frozen=True)
@@ -383,19 +383,24 @@ def find_rare_steps_of(run: Run) -> RareSteps | None:
     return None if found is None else find_rare_steps(found, () if timed is None else timed.steps)
 
 
-def find_shorter_steps(found: RunLines, timed_ns: float) -> Iterator[Finding]:
-    """The last steps that were looked at are all far shorter than the timed ones: these were still warming up.
+def find_later_step(found: RunLines, timed_ns: float) -> int | None:
+    """Return the median of the last steps that were looked at, if they are far shorter than those that were timed.
 
-    ``timed_ns`` is one of those without its waits for data.
+    These were still warming up, as where each new length is planned. Hardly any of the last may be an exception.
+    ``timed_ns`` is one of those; of all steps their waits for data are left out.
     """
     times, _ = _split_waits(found.steps.steps)
-    last = times[-_LAST:]
-    if len(times) > _LAST and max(last) < _SHORTER * timed_ns:
-        yield Finding(
-            "steps-become-shorter",
-            f"the steps become shorter: the last {_LAST} that were seen took {median(last) / 1e6:.3g} ms, waits for"
-            f" data aside, and those that were timed {timed_ns / 1e6:.3g}; time later ones (`profkit run --warmup 60`)",
-        )
+    last = sorted(times[-_LAST:])
+    is_shorter = len(times) > _LAST and last[_LAST - 1 - _EXCEPTIONS] < _SHORTER * timed_ns
+    return round(median(last)) if is_shorter else None
+
+
+def describe_later_step(later_ns: int, timed_ns: float) -> Finding:
+    return Finding(
+        "steps-become-shorter",
+        f"the steps become shorter: the last {_LAST} that were seen took {later_ns / 1e6:.3g} ms, waits for data aside,"
+        f" and those that were timed {timed_ns / 1e6:.3g}; time later ones (`profkit run --warmup 60`)",
+    )
 
 
 def _is_of_one_step(line: LineTime) -> bool:

@@ -10,7 +10,7 @@ import numpy as np
 from profkit.analysis.efficiency.summary import EfficiencyResult
 from profkit.analysis.kernels import categorize
 from profkit.analysis.kernels.compiled_code import find_compilations, read_run_compilations
-from profkit.analysis.lines import choose_lines, find_lines, find_rare_steps_of, find_shorter_steps
+from profkit.analysis.lines import choose_lines, describe_later_step, find_later_step, find_lines, find_rare_steps_of
 from profkit.analysis.memory import find_capacity
 from profkit.analysis.memory.opened_snapshot import MemoryResult, OpenedSnapshot
 from profkit.analysis.memory.places import fold
@@ -76,7 +76,10 @@ def summarize_capture(capture: OpenedCapture) -> Summary:
         lines = choose_lines(find_lines(capture.run))
         summary = replace(summary, lines=lines, rare_steps=find_rare_steps_of(capture.run))
         timed_ns = [use.unprofiled_ns - (use.data_wait_ns or 0) for use in summary.steps if use.unprofiled_ns]
-        findings += find_shorter_steps(found, min(timed_ns, default=0))
+        later_ns = find_later_step(found, min(timed_ns, default=0))
+        if later_ns is not None:
+            summary = replace(summary, later_step_ns=later_ns)
+            findings.append(describe_later_step(later_ns, min(timed_ns)))
     summary = replace(
         summary,
         compilations=read_run_compilations(capture.run),

@@ -356,6 +356,8 @@ class Summary:
     lines: tuple[LineTime, ...] = ()
     """The lines of source that take most of a step, and those that wait for the GPU (`profkit.analysis.lines`)."""
     rare_steps: RareSteps | None = None
+    later_step_ns: int | None = None
+    """The steps that followed without a profiler, if they are far shorter, without their waits for data."""
     recomputes: bool = False
     passes: float | None = None
     memory: MemoryUse | None = None

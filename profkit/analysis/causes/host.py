@@ -429,7 +429,8 @@ def _attention_plans(evidence: Evidence) -> Iterator[Cause]:
     """cuDNN plans its attention on the CPU for each size that is new, and the lengths of most batches are."""
     step = evidence.step
     plans = [] if step is None else find_attention_plans(step)
-    if step is None or not plans:
+    # Where later steps do without, most lengths have come.
+    if step is None or not plans or evidence.summary.later_step_ns is not None:
         return
     planning_ns = sum(step.columns.gap_ns[call] for call in plans)
     lines = [line for line in evidence.lines if line.method == "scaled_dot_product_attention"]
