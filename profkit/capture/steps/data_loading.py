@@ -220,14 +220,14 @@ def find_written(loader: Any) -> Loader:
     frames = list(frames_around())
     maker = next((frame for frame in frames if not _constructs(frame, loader)), None)
     own = [frame for frame in frames if not is_installed(frame.f_code.co_filename)]
-    given = {name: getattr(loader, name) for name in ("num_workers", "persistent_workers")}
+    given = tuple((name, getattr(loader, name)) for name in ("num_workers", "persistent_workers"))
     for frame in own:
         file, at = frame.f_code.co_filename, frame.f_lineno
-        places = find_arguments(file, given, at=at) or [(at, frame.f_code.co_name)] * (2 * (frame is maker))
+        places = find_arguments(file, given, at=at) or ((at, frame.f_code.co_name),) * (2 * (frame is maker))
         if places:
             return _loader_at(file, places, loader)
     for file in dict.fromkeys(frame.f_code.co_filename for frame in own):
-        of_trainer = {f"dataloader_{name}": value for name, value in given.items()}
+        of_trainer = tuple((f"dataloader_{name}", value) for name, value in given)
         places = find_arguments(file, of_trainer, of="TrainingArguments")
         if places:
             return _loader_at(file, places, loader)

@@ -15,7 +15,7 @@ import functools
 import linecache
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from inspect import CO_OPTIMIZED
 from pathlib import Path
@@ -166,28 +166,29 @@ def file_or_cell(file: str) -> str:
     return file if cell is None else str(cell[1])
 
 
-def find_arguments(file: str, given: Mapping[str, Any], *, at: int = 0, of: str = "") -> list[tuple[int, str]]:
+@functools.lru_cache
+def find_arguments(
+    file: str, given: tuple[tuple[str, Any], ...], *, at: int = 0, of: str = ""
+) -> tuple[tuple[int, str], ...]:
     """Return the line in which a file gives each of some arguments its value, and the function around that.
 
-    That is the argument's own line in the call that spans the line ``at``, or that of a class whose name ends so, or
-    the call's; where a variable stands for it, the last line before that assigns the value to it, in the same function
-    or outside of all. Empty where no such call has any of the arguments, or several have.
+    That is the argument's own line in the call that spans the line ``at``, or in that of a class whose name ends with
+    ``of``, else the call's; where a variable stands for it, the last line before that assigns the value to it, in the
+    same function or outside of all. Empty where no such call has any of the arguments, or several have. A program may
+    make a loader in every step: each place is looked up once.
     """
     tree = _parse(file)
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
     if at:
         calls = [call for call in calls if call.lineno <= at <= (call.end_lineno or call.lineno)]
-        calls = [call for call in calls if any(keyword.arg in given for keyword in call.keywords)]
+        calls = [call for call in calls if {keyword.arg for keyword in call.keywords}.intersection(dict(given))]
     else:
         calls = [call for call in calls if (_last_name(call.func) or "").endswith(of)]
     if len(calls) != 1:
-        return []
+        return ()
     values = {keyword.arg: keyword.value for keyword in calls[0].keywords}
-    lines = [
-        _find_assigned(tree, values[name], value) if name in values else calls[0].lineno
-        for name, value in given.items()
-    ]
-    return [(line, ".".join(_functions_around(tree, line)) or "<module>") for line in lines]
+    lines = [_find_assigned(tree, values[name], value) if name in values else calls[0].lineno for name, value in given]
+    return tuple((line, ".".join(_functions_around(tree, line)) or "<module>") for line in lines)
 
 
 def _find_assigned(tree: ast.Module, written: ast.expr, value: Any) -> int:
