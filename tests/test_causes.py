@@ -2283,7 +2283,7 @@ def test_steps_that_become_shorter_say_that_the_timed_ones_were_warming_up(tmp_p
     assert not warnings(*[usual // 2] * 9)
     warnings(*[usual // 2] * 10)
     summary = summarize_capture(open_capture(tmp_path))
-    assert describe_answer(summary, AdviceResult()).startswith("A step takes 2.042 ms, and later ones 1.021 ms: ")
+    assert describe_answer(summary, AdviceResult()).startswith("A step takes 2.042 ms (later ones 1.021 ms): ")
 
 
 def test_plans_that_later_steps_do_without_are_no_cause(tmp_path: Path) -> None:

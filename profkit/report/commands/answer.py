@@ -78,7 +78,7 @@ def describe_answer(summary: Summary, advice: AdviceResult) -> str:
     if not any(use.unprofiled_ns for use in summary.steps):
         step += " as recorded (its unprofiled time is unknown)"
     if summary.later_step_ns is not None:
-        step += f", and later ones {format_ns(summary.later_step_ns)}"
+        step += f" (later ones {format_ns(summary.later_step_ns)})"
     late = describe_ranks(summary) if summary.compared and summary.compared.verdict.culprit else ""
     best = next(iter(advice.tries), None)
     if best is None or best.other_step_ns is None:
