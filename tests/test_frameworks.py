@@ -122,6 +122,9 @@ def test_an_unedited_script_is_recorded_and_trains_the_same(package: str, tmp_pa
     results = {phase: opened.kernels(phase) for phase in ("forward", "backward", "optimizer")}
     assert {phase: result.instances for phase, result in results.items()} == dict.fromkeys(results, 2)
     assert instances["data"] == 2, "each step gets one batch"
+    (loader,) = manifest_of(tmp_path / "run")["processes"][0]["loaders"]
+    made = "TrainingArguments(" if package == "transformers" else "DataLoader("
+    assert script.splitlines()[loader["line"] - 1].partition(" = ")[2].startswith(made)
     # The phases are apart, also where an optimizer's step calls forward and backward (Lightning's closure).
     assert sum(result.total_ns for result in results.values()) <= opened.kernels().total_ns
     categories = {row.category for row in results["optimizer"].kernels}
