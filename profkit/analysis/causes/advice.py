@@ -270,9 +270,9 @@ def _choose(evidence: Evidence, causes: Sequence[Cause]) -> list[Cause]:
     """Return up to three causes: each adds more than any other to those before it, and holds when predicted.
 
     Those that come last are asked when no other adds anything, compiling before them: what has a place of its own is
-    not hidden by it. So is a wait after the Python for
-    which the GPU is late, if it adds nothing to that: with either gone, Python is in time. Autocast that saves far more
-    than any other is asked with these: three that save little would leave no place for it.
+    not hidden by it. So is a wait after the Python for which the GPU is late, if it adds nothing to that: with either
+    gone, Python is in time. Autocast that saves far more than any other is asked with these: three that save little
+    would leave no place for it.
     """
     chosen: list[Cause] = []
     left = list(causes)
