@@ -284,12 +284,11 @@ def _choose(evidence: Evidence, causes: Sequence[Cause]) -> list[Cause]:
         placed = []  # what is compiled is what a chain asks for
     while left and len(chosen) < MOST_TRIES:
         weights = [_weight_on_top(evidence, cause, chosen) for cause in left]
-        of_others = [weight for weight, cause in zip(weights, left, strict=True) if not _changes_training(cause)]
-        much = _TIMES_OTHERS * max(of_others, default=0.0)
-        is_first = [weight > much and cause.code == "autocast" for weight, cause in zip(weights, left, strict=True)]
+        weighed = list(zip(weights, left, strict=True))
+        much = _TIMES_OTHERS * max((weight for weight, cause in weighed if not _changes_training(cause)), default=0.0)
         rank = [
-            2 if first or cause in placed else _when_asked(cause, explained)
-            for first, cause in zip(is_first, left, strict=True)
+            2 if cause in placed or (cause.code == "autocast" and weight > much) else _when_asked(cause, explained)
+            for weight, cause in weighed
         ]
         best = max(range(len(left)), key=lambda at: (weights[at] > 0, rank[at], weights[at]))
         if weights[best] <= 0:

@@ -16,6 +16,7 @@ from profkit.analysis.causes.evidence import (
     Evidence,
     SourceLine,
     edits,
+    line_of_keeping,
     name_ms,
     name_place,
     name_times,
@@ -113,16 +114,17 @@ def _falling_behind(evidence: Evidence, waited_ns: int) -> Iterator[Cause]:
     workers = _workers_in_time(evidence, facts.batch_ns, evidence.now_ns)
     cheaper = cheapen_batches(evidence, 0, evidence.now_ns)
     if cheaper is not None:
-        cause, left_ns = cheaper
+        (cause, left_ns), workers = cheaper, facts.workers
     elif workers is not None:
         cause, left_ns = describe_loader(evidence, 0, workers), round(facts.batch_ns / workers)
     else:
         return
+    slowest = _find_slowest(evidence, workers)
     yield replace(
         cause,
         cause=f"{name_workers(facts.workers)} of the DataLoader make{'s' * (facts.workers == 1)} a batch every "
         + name_ms(every_ns)
-        + cause.cause.partition(" is too slow")[2],
+        + f", mostly in {slowest}" * bool(slowest),
         detail=f", and a step takes {name_ms(evidence.now_ns)} only until their queue is empty",
         answer=evidence.typical_instead_of(every_ns, left_ns),
         evidence={**cause.evidence, DRAINED_STEP: every_ns},
@@ -175,11 +177,10 @@ def are_workers_restarted(evidence: Evidence) -> bool:
 
 def describe_restarts(evidence: Evidence) -> Cause:
     """Return the cause that workers begin anew for each epoch, without what keeping them does to the step."""
-    facts, loader = evidence.facts, next(iter(evidence.manifest.loaders), None)
-    line = _find_fetching(evidence)
+    facts, line = evidence.facts, _find_fetching(evidence)
     place = None if line is None else source_line(line)
-    if loader is not None and facts.starts_workers:
-        place = SourceLine(loader.file, loader.keeps_line, loader.keeps_function)
+    if evidence.loader is not None and facts.starts_workers:
+        place = line_of_keeping(evidence.loader)
     starts = f"starts its workers anew for every {facts.epoch_batches} batches"
     change, costs = "DataLoader(…, persistent_workers=True)", "host memory during evaluation"
     if evidence.is_in_trainer:
@@ -226,13 +227,11 @@ def describe_loader(evidence: Evidence, waited_ns: int, workers: int, pinned: st
     Where a usual number of workers is enough its line is that which says how many there are, if it is known; else it is
     the dataset's, which is named in any case.
     """
-    facts, line, loader = evidence.facts, _costliest_line(evidence), next(iter(evidence.manifest.loaders), None)
+    facts, line, loader = evidence.facts, _costliest_line(evidence), evidence.loader
     of_data = None if line is None else source_line(line)
-    is_too_few = loader is not None and facts.workers < workers <= _USUAL_WORKERS
-    inside, slowest = _find_inside(evidence), ""
-    if is_too_few and line is not None and line.called != "next":
-        slowest = f"{inside or line.called or line.function} at {name_place(line)}"
-    have = ", mostly in ".join(filter(None, (f"with {name_workers(facts.workers)} is too slow", slowest or inside)))
+    is_too_few = loader is not None and _are_too_few(evidence, workers)
+    have, slowest = f"with {name_workers(facts.workers)} is too slow", _find_slowest(evidence, workers)
+    have += f", mostly in {slowest}" * bool(slowest)
     if not facts.workers:
         have = "has no workers" + f": {slowest} runs in the step" * bool(slowest)
     change = f"DataLoader(…, num_workers={workers}{pinned}, persistent_workers=True)"
@@ -251,6 +250,23 @@ def describe_loader(evidence: Evidence, waited_ns: int, workers: int, pinned: st
             "batch_ns": facts.batch_in_worker(waited_ns, "expected") or 0,
         },
     )
+
+
+def _are_too_few(evidence: Evidence, workers: int) -> bool:
+    """Return whether a usual number of workers is enough, so that there are too few."""
+    return evidence.facts.workers < workers <= _USUAL_WORKERS
+
+
+def _find_slowest(evidence: Evidence, workers: int) -> str:
+    """Return what takes most of a batch, with its line where a cause that asks for so many workers names the loader's.
+
+    Empty where that line says it, or nobody knows.
+    """
+    line, inside = _costliest_line(evidence), _find_inside(evidence)
+    is_loaders = evidence.loader is not None and _are_too_few(evidence, workers)
+    if not is_loaders or line is None or line.called == "next":
+        return inside or ""
+    return f"{inside or line.called or line.function} at {name_place(line)}"
 
 
 def _find_inside(evidence: Evidence) -> str | None:

@@ -39,7 +39,7 @@ from profkit.analysis.tree.modules import places_of_ranges, read_place
 from profkit.names import BACKWARD, FORWARD, STEP, kind_of
 from profkit.run.edits import parse_edits
 from profkit.run.lines import CallTree, LineTime, calls_backward, join_at_places, lines_of_trainers, name_count
-from profkit.run.manifest import Manifest, find_condition
+from profkit.run.manifest import Loader, Manifest, find_condition
 from profkit.run.work import OperatorLine, RunWork
 from profkit.trace.columns import distinct_values
 from profkit.trace.nesting import NO_RANGE
@@ -401,6 +401,11 @@ class Evidence:
         return is_between(line) or line.outer_function.rpartition(".")[2] in calls
 
     @property
+    def loader(self) -> Loader | None:
+        """The data loader that gives most batches; None where its lines are not known."""
+        return next(iter(self.manifest.loaders), None)
+
+    @property
     def is_in_trainer(self) -> bool:
         """Whether Hugging Face's Trainer runs the steps: a line that calls its ``train`` runs whole ones."""
         lines = (*self.lines, *self.facts.callers)
@@ -590,6 +595,11 @@ def saves_on_cpu(line: LineTime) -> bool:
 def source_line(line: LineTime | OperatorLine) -> SourceLine:
     assert line.file is not None
     return SourceLine(line.file, line.line, line.function)
+
+
+def line_of_keeping(loader: Loader) -> SourceLine:
+    """Return the line that says whether a loader's workers stay."""
+    return SourceLine(loader.file, loader.keeps_line, loader.keeps_function)
 
 
 def name_place(line: LineTime) -> str:

@@ -30,6 +30,7 @@ from profkit.analysis.causes.evidence import (
     SourceLine,
     edits,
     find_line,
+    line_of_keeping,
     name_ms,
     name_place,
     name_times,
@@ -311,7 +312,7 @@ def _rare_steps(evidence: Evidence) -> Iterator[Cause]:
 def _find_restarted(evidence: Evidence) -> SourceLine | None:
     """Return the line that lets a loader's workers end with its epoch, if the only one that began several is known."""
     loaders = [one for one in evidence.manifest.loaders if one.workers and not one.keeps_workers and one.epochs > 1]
-    return SourceLine(loaders[0].file, loaders[0].keeps_line, loaders[0].keeps_function) if len(loaders) == 1 else None
+    return line_of_keeping(loaders[0]) if len(loaders) == 1 else None
 
 
 def _explain_rare(evidence: Evidence, rare: RareSteps, line: LineTime) -> tuple[str, str]:
