@@ -33,6 +33,7 @@ from profkit.run.directory import Run
 from profkit.run.edits import parse_edits
 from profkit.run.lines import LineSteps, LineTime, split_lines, write_lines
 from profkit.run.manifest import Manifest
+from profkit.text_kinds import LEFT_OUT
 from tests.allocator_reference import MIB, Block
 from tests.captures import capture
 from tests.conftest import ROOT
@@ -2133,6 +2134,14 @@ def test_too_few_workers_are_named_where_their_number_is_written(tmp_path: Path)
         (80, "the DataLoader has no workers: Image.open at data.py:12 runs in the step"),
         (80, "1 worker of the DataLoader makes a batch every 20 ms, mostly in resize at data.py:12"),
         (12, "1 worker of the DataLoader makes a batch every 80 ms"),
+    ]
+
+
+def test_a_copy_without_files_names_no_loaders_line(tmp_path: Path) -> None:
+    program, _ = loads(5 * MS)
+    advice = program.write(tmp_path, processes=[{"pid": 7, "loaders": [loader(0, file=LEFT_OUT)]}]).tries
+    assert [(one.code, one.line, one.cause.partition(", and")[0]) for one in advice] == [
+        ("loader", None, "the DataLoader has no workers")
     ]
 
 

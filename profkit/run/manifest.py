@@ -18,6 +18,7 @@ from profkit.names import DATA, PHASES, STEP
 from profkit.run import Plain, read_record
 from profkit.run.job import Job
 from profkit.text_kinds import (
+    LEFT_OUT,
     FunctionName,
     GpuName,
     Message,
@@ -456,8 +457,9 @@ class Manifest:
 
     @property
     def loaders(self) -> tuple[Loader, ...]:
-        """Return the data loaders whose lines are known, that with most batches first."""
-        return next((process.loaders for process in self.processes if process.loaders), ())
+        """Return the data loaders whose lines are known, that with most batches first; none in a copy without files."""
+        loaders = next((process.loaders for process in self.processes if process.loaders), ())
+        return tuple(loader for loader in loaders if loader.file != LEFT_OUT)
 
     @property
     def first_step(self) -> int | None:
