@@ -2330,7 +2330,9 @@ def test_values_that_a_rollout_reads_one_by_one_are_named_and_the_rollout_is_no_
     advice, said = ask(replace(reads, waits=20.0), acting)
     assert not advice.tries
     assert " ms on average: " in said
-    # An evaluation comes seldom.
+    # What calls itself an evaluation is one; others come seldom.
+    advice, _ = ask(replace(acting, function="evaluate"))
+    assert advice.tries[0].cause.startswith("one step in 4 takes 40 ms longer")
     steps = (*[{"step_ns": usual, "inference_host_ns": 0}] * 9, rollout) * 4
     advice, _ = ask(replace(acting, time_ns=3 * MS // 2, error_ns=MS))
     assert advice.tries[0].cause.startswith("one step in 10 takes 40 ms longer")

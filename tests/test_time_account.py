@@ -188,6 +188,23 @@ def test_a_gpu_that_is_busy_beyond_the_unprofiled_step_makes_no_other_less_idle(
     assert "communication not hidden 20.0%" in _screen(run)
 
 
+def test_a_recorded_step_that_is_rare_takes_no_idle_time_from_the_others(tmp_path: Path) -> None:
+    """Three steps are busy for 40 ms of 100; the second evaluates a model for 300 ms more, as few do."""
+    builder, at = NsysBuilder(), 0
+    for step, busy in enumerate((40 * MS, 340 * MS, 40 * MS, 40 * MS)):
+        builder.range(f"step {step}", at, at + busy + 60 * MS, tid=100, pid=100)
+        builder.kernel(at + MS, busy, start=at + 2 * MS, tid=100, pid=100, name=NVJET)
+        at += busy + 60 * MS
+    usual, rare = 80 * MS, 380 * MS
+    run = write_run(
+        tmp_path, builder, attached=_steps(*[usual] * 10, rare), profiled=_steps(100 * MS, 400 * MS, *[100 * MS] * 2)
+    )
+    idle = read_trace(run).account.idle_time()
+    assert (idle.span_ns, idle.idle_ns) == (4 * usual, 4 * (usual - 40 * MS))
+    assert sum(vars(idle.causes).values()) == idle.idle_ns
+    assert "GPU busy 50.0% · idle 50.0% = 40.00 ms a step" in _screen(run)
+
+
 def test_a_step_that_begins_while_the_one_before_runs_counts_no_time_twice(tmp_path: Path) -> None:
     """The second step's batch is copied on a stream of its own while the first one's kernel runs, until 1,000."""
     builder = NsysBuilder()

@@ -15,6 +15,7 @@ import pytest
 pytest.importorskip("torch")
 
 from profkit.analysis.causes.advice import Advice, AdviceResult
+from profkit.capture.changes import program
 from profkit.capture.changes.trial import _find_evidence
 from profkit.cli.edits import _find_tries
 from profkit.launch import trials as launched
@@ -173,6 +174,20 @@ def test_a_program_that_diverges_and_a_task_that_knows_no_memory_formats_are_tri
     losses = [process.measured.losses for process in call.processes if process.measured is not None]
     assert losses[0][0] is not None
     assert losses[0][-1] is None
+
+
+def test_workers_that_ran_are_proven_though_the_script_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(program, "patch", Mock())
+    for running, is_made in ((2, True), (1, False)):
+        change = program.Workers("2")
+        change.begin()
+        change.changed = 1
+        for children in (0, running, 0):
+            monkeypatch.setattr(program, "active_children", lambda children=children: [None] * children)
+            change.step_begins()
+        evidence = _find_evidence("workers:2", change)
+        assert evidence.is_made == is_made
+        assert f"{running} worker" in evidence.text or f"run: {running}" in evidence.text
 
 
 def test_each_edit_alone_is_tried_without_those_that_help_together(forks: Forks, tmp_path: Path) -> None:

@@ -60,6 +60,8 @@ _SAVING = ("serialization.", "storage._StorageBase.cpu", "torch.save_file", "tor
 """Functions of torch, and of safetensors' torch.py, in which time goes by while a checkpoint is saved."""
 _MOST_OF_ROLLOUT = 8
 """What calls the model without gradients in one of so few steps or fewer is no evaluation: training needs it."""
+_EVALUATES = re.compile("eval|valid", re.IGNORECASE)
+"""Functions with such names evaluate a model, however often that is done."""
 _MANY_READS, _READ_NS = 64, 40_000
 """So many values are read in a loop of a rare step; what takes no longer was there, and no forward pass waited for."""
 _OF_READS = 0.5
@@ -280,7 +282,8 @@ def _rare_steps(evidence: Evidence) -> Iterator[Cause]:
     every, mean_ns = rare.one_in, evidence.now_ns + rare.mean_longer_ns
     yield from _rare_reads(evidence, every, mean_ns)
     is_often = rare.every is not None and rare.every <= _MOST_OF_ROLLOUT
-    if is_often and any(line.phase == INFERENCE for line in evidence.lines_of_rare_steps):
+    asked = [line.function for line in evidence.lines_of_rare_steps if line.phase == INFERENCE]
+    if is_often and asked and not any(map(_EVALUATES.search, asked)):
         return
     # What else runs in these steps, as the rest of a rollout, stays.
     saved_ns = min(round(rare.lines_ns / every), mean_ns - evidence.now_ns)

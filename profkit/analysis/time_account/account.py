@@ -195,14 +195,32 @@ class TimeAccount:
         return [rows & (process == owner) & (self.windows.device == device) for owner, device in gpus]
 
     def _unprofiled_idle(self, context: int | None, rows: Bools) -> IdleTime:
+        """Return the idle time of these rows' context on one GPU, as if all its steps were as busy as the usual ones.
+
+        A recorded step that is rare, in which a model is evaluated, say, is busy for longer than a typical one takes.
+        """
         mine = rows & (self.context == _number(context))
-        parts, data = self.sum_parts(mine)
-        count = int(mine.sum())
-        span_ns = round((self.step_ns(context) or 0) * count)
-        idle_ns = max(span_ns - parts.busy_ns, 0)
+        usual = self._usual(context, mine)
+        parts, data = self.sum_parts(usual)
+        count, step_ns = int(usual.sum()), self.step_ns(context) or 0.0
+        idle_ns = max(round(step_ns * count) - parts.busy_ns, 0)
         change_ns = self.data_change_ns(context)
         causes = divide_idle(parts, data, idle_ns, None if change_ns is None else round(change_ns * count))
-        return IdleTime(span_ns, idle_ns, causes, is_unprofiled=True)
+        if count < (whole := int(mine.sum())):
+            idle_ns = round(idle_ns * whole / count)
+            causes = IdleCauses(*share_out(idle_ns, astuple(causes)))
+            count = whole
+        return IdleTime(round(step_ns * count), idle_ns, causes, is_unprofiled=True)
+
+    def _usual(self, context: int | None, rows: Bools) -> Bools:
+        """Return these rows of one GPU without those of rare steps; all where it is not known which these are."""
+        times = self._times(STEP, context)
+        is_usual = None if times is None or times.recorded is None else times.recorded.is_usual
+        if is_usual is None or len(is_usual) != rows.sum() or not is_usual.any():
+            return rows
+        usual = rows.copy()
+        usual[np.flatnonzero(rows)] = is_usual
+        return usual
 
 
 def recorded_idle(parts: GpuParts, data: DataWait) -> IdleTime:

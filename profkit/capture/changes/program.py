@@ -355,6 +355,14 @@ class _LoaderChange(Change):
 class Workers(_LoaderChange):
     """Worker processes that make the batches, kept from epoch to epoch."""
 
+    _running = 0
+    """How many were seen to run at once; a script that has ended has none."""
+
+    def step_begins(self) -> None:
+        super().step_begins()
+        if self.refusal is None and self._running < int(self.argument):
+            self._running = max(self._running, len(active_children()))
+
     def begin(self) -> None:
         if self.argument.isdecimal():
             super().begin()
@@ -376,7 +384,7 @@ class Workers(_LoaderChange):
 
     def prove(self) -> str:
         super().prove()
-        wanted, running = int(self.argument), len(active_children())
+        wanted, running = int(self.argument), self._running
         self.require(running >= wanted, f"{running} worker processes run: the loader is not what feeds the steps")
         loaders, workers = count(self.changed, "loader"), count(wanted, "worker")
         return f"{loaders} got {workers}; processes that run: {running}"
