@@ -2291,8 +2291,31 @@ def test_steps_that_become_shorter_say_that_the_timed_ones_were_warming_up(tmp_p
     assert not warnings(*[usual // 2] * 7, usual, usual, usual)
     assert not warnings(*[usual // 2] * 9)
     warnings(*[usual // 2] * 10)
+    manifest = json.loads((tmp_path / "manifest.json").read_text())
+    manifest["warnings"] = ["recorded steps were faster than unprofiled ones: measure again"]
+    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
+    assert warnings(*[usual // 2] * 10) == [said]
     summary = summarize_capture(open_capture(tmp_path))
     assert describe_answer(summary, AdviceResult()).startswith("A step takes 2.042 ms (later ones 1.021 ms): ")
+
+
+def test_a_try_is_of_the_shorter_steps_that_followed(tmp_path: Path) -> None:
+    program = equal_steps(FORWARD, python(10 * MS), wait)
+    lines = [line(10 * MS)]
+    (timed,) = program.write(tmp_path, lines).tries
+    usual = program.lengths[0]
+    write_lines(
+        tmp_path / "lines.jsonl", split_lines(LineSteps(tuple({"step_ns": usual // 2} for _ in range(11))), lines)
+    )
+    opened = open_capture(tmp_path)
+    summary = summarize_capture(opened)
+    advice = find_advice(opened, summary)
+    (later,) = advice.tries
+    assert later.other_step_ns == usual // 2
+    assert after(later) == pytest.approx([time_ns / 2 for time_ns in after(timed)], rel=0.01)
+    assert later.saves_ns is not None
+    assert later.saves_ns.expected == usual // 2 - after(later)[1]
+    assert " ms later on: " in describe_answer(summary, advice)
 
 
 def test_plans_that_later_steps_do_without_are_no_cause(tmp_path: Path) -> None:

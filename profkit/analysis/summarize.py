@@ -43,7 +43,7 @@ from profkit.analysis.tree import split_path
 from profkit.analysis.tree.modules import ModuleTime, find_costliest, time_kernels_by_module, time_modules
 from profkit.errors import Finding, ProfkitError
 from profkit.names import BACKWARD, DATA, FORWARD, OPTIMIZER, RECOMPUTE, STEP, phase_of
-from profkit.run.manifest import Compiled, Manifest, Process, find_condition
+from profkit.run.manifest import RECORDED_FASTER, Compiled, Manifest, Process, find_condition
 from profkit.run.recording import COMMAND_WARMUP, describe_step
 from profkit.trace.columns import Bools, Ints, distinct_values, empty_ints
 
@@ -75,11 +75,12 @@ def summarize_capture(capture: OpenedCapture) -> Summary:
     if capture.run is not None and found is not None:
         lines = choose_lines(find_lines(capture.run))
         summary = replace(summary, lines=lines, rare_steps=find_rare_steps_of(capture.run))
-        timed_ns = [use.unprofiled_ns - (use.data_wait_ns or 0) for use in summary.steps if use.unprofiled_ns]
-        later_ns = find_later_step(found, min(timed_ns, default=0))
+        later_ns = find_later_step(found, summary.without_waits_ns)
         if later_ns is not None:
             summary = replace(summary, later_step_ns=later_ns)
-            findings.append(describe_later_step(later_ns, min(timed_ns)))
+            # They had become shorter by then.
+            findings = [finding for finding in findings if not finding.message.startswith(RECORDED_FASTER)]
+            findings.append(describe_later_step(later_ns, summary.without_waits_ns))
     summary = replace(
         summary,
         compilations=read_run_compilations(capture.run),

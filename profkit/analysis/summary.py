@@ -386,6 +386,17 @@ class Summary:
         return sum(times) / len(times) if times else None
 
     @property
+    def without_waits_ns(self) -> float:
+        """Return the unprofiled step without what Python waits for data in it; 0 if it was not timed."""
+        timed = (use.unprofiled_ns - (use.data_wait_ns or 0) for use in self.steps if use.unprofiled_ns)
+        return min(timed, default=0.0)
+
+    @property
+    def shorter_later_ns(self) -> float:
+        """Return by how much the steps that followed are shorter than those that were timed; 0 if not by far."""
+        return 0.0 if self.later_step_ns is None else self.without_waits_ns - self.later_step_ns
+
+    @property
     def idle_ns(self) -> float:
         """Return the idle time of a step on one GPU, without a profiler if that is known."""
         return 0.0 if self.gpu is None else self.per_step(self.gpu.idle.idle_ns)

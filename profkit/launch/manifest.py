@@ -15,7 +15,7 @@ from statistics import median
 from profkit.launch.gpu_state import driver_version
 from profkit.launch.nsys import Nsys
 from profkit.launch.passes import Outcome, Target
-from profkit.run.manifest import Loading, Manifest, MemoryPass, Samples
+from profkit.run.manifest import RECORDED_FASTER, Loading, Manifest, MemoryPass, Samples
 from profkit.version import __version__
 
 SECRET_NAMES = ("*token", "*key", "*secret", "*password", "*passwd", "*credential*")
@@ -194,7 +194,7 @@ def warn_of_gain(steps: Steps, recorded: Steps) -> list[str]:
         with_it = by_context.get(context)
         if with_it and median(with_it) < _FASTER * median(alone):
             warnings.append(
-                f"recorded steps were faster than unprofiled ones{context}, {median(with_it) / 1e6:.4g} ms against"
+                f"{RECORDED_FASTER} than unprofiled ones{context}, {median(with_it) / 1e6:.4g} ms against"
                 f" {median(alone) / 1e6:.4g} ms (medians of {len(with_it)} and {len(alone)}{rest}):"
                 " a profiler never speeds a step up, so something slowed the others down; measure again"
             )

@@ -40,6 +40,8 @@ Kind = Literal["model", "command", "block"]
 Clock = Literal["wall", "cuda-events", "host"]
 """What timed a phase: the host, events on the GPU, or the host beside these."""
 
+RECORDED_FASTER = "recorded steps were faster"
+"""How the warning begins that unprofiled steps were slower than recorded ones."""
 _SUFFIX: dict[Clock, str] = {"wall": "_ns", "cuda-events": "_event_ns", "host": "_host_ns"}
 _CONTEXT = "context"
 

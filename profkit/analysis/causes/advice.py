@@ -4,7 +4,8 @@ A cause stands only if its removal is expected to save more than 2 % of the step
 steps' own spread, and if its interval is hardly one of steps longer than now, on a host of the same speed; or if it
 saves 2 % of the peak. Each further one must save as much on top of those before it, which make the spread smaller with
 the step, so that no waste is sold twice.
-Effects on time are replayed. A capture that failed its self-check, or cannot be replayed, gets none.
+Effects on time are replayed. A capture that failed its self-check, or cannot be replayed, gets none. Where the steps
+that followed are far shorter than those that were timed, a Try is of them, and its times become shorter as they do.
 """
 
 from __future__ import annotations
@@ -17,7 +18,16 @@ from typing import TYPE_CHECKING, Any
 from profkit.analysis.causes.calls import CALLS
 from profkit.analysis.causes.chains import CHAINS
 from profkit.analysis.causes.data import DATA_ROWS
-from profkit.analysis.causes.evidence import COMPARE, DRAINED_STEP, MEAN_STEP, Cause, Evidence, Interval, SourceLine
+from profkit.analysis.causes.evidence import (
+    COMPARE,
+    DRAINED_STEP,
+    LATER_STEP,
+    MEAN_STEP,
+    Cause,
+    Evidence,
+    Interval,
+    SourceLine,
+)
 from profkit.analysis.causes.gradients import GRADIENTS
 from profkit.analysis.causes.host import HOST, NOTES
 from profkit.analysis.causes.kernels import KERNELS
@@ -124,8 +134,8 @@ class Advice:
     @property
     def other_step_ns(self) -> float | None:
         """The step that it makes shorter, where that is not the typical one; None if it is."""
-        step_ns = self.evidence.get(MEAN_STEP, self.evidence.get(DRAINED_STEP))
-        return step_ns if isinstance(step_ns, int | float) else None
+        steps_ns = (self.evidence.get(which) for which in (MEAN_STEP, DRAINED_STEP, LATER_STEP))
+        return next((step_ns for step_ns in steps_ns if isinstance(step_ns, int | float)), None)
 
     @property
     def short_cause(self) -> str:
@@ -253,7 +263,8 @@ def _printed_share(evidence: Evidence, cause: Cause) -> float:
 
 def _predict_together(evidence: Evidence, causes: Sequence[Cause]) -> Interval | None:
     if len([cause for cause in causes if cause.changes]) > 1:
-        return _interval(evidence.predict(_changes_of(causes)))
+        after = _interval(evidence.predict(_changes_of(causes)))
+        return None if after is None else _scaled(after, later_part(evidence.summary, evidence.now_ns))
     answers = [cause.answer for cause in causes if cause.answer is not None]
     if evidence.cpu_step is not None and len(answers) > 1:
         return _interval(evidence.cpu_step.without_all(answers))
@@ -395,13 +406,25 @@ def _interval(answer: TimeAnswer) -> Interval | None:
     return Interval(max(0, answer.low_ns), max(0, answer.expected_ns), max(0, answer.high_ns))
 
 
+def _scaled(interval: Interval, part: float) -> Interval:
+    return Interval(*(round(part * time_ns) for time_ns in (interval.low, interval.expected, interval.high)))
+
+
+def later_part(summary: Summary, now_ns: float) -> float:
+    """Return what is left of ``now_ns``, a step as it was timed, once steps have become as short as later ones are."""
+    return max(0.0, 1 - summary.shorter_later_ns / now_ns) if now_ns else 1.0
+
+
 def _advise(evidence: Evidence, cause: Cause) -> Advice:
-    answer = cause.answer
+    answer, figures = cause.answer, cause.evidence
     if answer is None and cause.changes and evidence.replay is not None:
         answer = evidence.predict(cause.changes)
     after, saves = None if answer is None else _interval(answer), None
     if answer is not None and after is not None:
         now_ns, spread_ns = answer.now_ns or 0, evidence.spread_ns
+        if DRAINED_STEP not in figures and (part := later_part(evidence.summary, now_ns)) != 1:
+            after, now_ns, spread_ns = _scaled(after, part), round(part * now_ns), round(part * spread_ns)
+            figures = {**figures, MEAN_STEP if MEAN_STEP in figures else LATER_STEP: now_ns}
         saves = Interval(now_ns - after.high - spread_ns, now_ns - after.expected, now_ns - after.low + spread_ns)
     return Advice(
         code=cause.code,
@@ -415,7 +438,7 @@ def _advise(evidence: Evidence, cause: Cause) -> Advice:
         saves_ns=saves,
         saves_bytes=cause.saves_bytes,
         costs=cause.costs,
-        evidence=cause.evidence,
+        evidence=figures,
         proof=_prove(evidence, cause),
     )
 

@@ -64,8 +64,9 @@ OF_CHAINS = (*SMALL, "optimizer", "fill")
 COMPARE = "profkit compare RUN NEW"
 FACTORIES = ("randn", "rand", "randint", "randperm", "normal", "zeros", "ones", "full", "arange", "empty", "eye")
 """Functions of torch that make a tensor of what their arguments say: on the CPU, if nobody says where."""
-MEAN_STEP, DRAINED_STEP = "mean_step_ns", "drained_step_ns"
-"""In a cause's evidence: the step with it where that is not the typical one; on average, and once a queue is empty."""
+MEAN_STEP, DRAINED_STEP, LATER_STEP = "mean_step_ns", "drained_step_ns", "later_step_ns"
+"""In a cause's evidence: the step with it where that is not the typical one; on average, once a queue is empty, and
+once steps have become shorter."""
 
 
 @dataclass(frozen=True)

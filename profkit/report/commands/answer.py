@@ -6,8 +6,8 @@ import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from profkit.analysis.causes.advice import Advice, AdviceResult, find_advice
-from profkit.analysis.causes.evidence import MEAN_STEP, Interval
+from profkit.analysis.causes.advice import Advice, AdviceResult, find_advice, later_part
+from profkit.analysis.causes.evidence import DRAINED_STEP, LATER_STEP, Interval
 from profkit.analysis.opened import OpenedCapture
 from profkit.analysis.step_replay.limits import OUTSIDE, Limit
 from profkit.analysis.summarize import summarize_capture
@@ -77,10 +77,10 @@ def describe_answer(summary: Summary, advice: AdviceResult) -> str:
     step = f"A step{of} takes {format_ns(summary.step_ns)}"
     if not any(use.unprofiled_ns for use in summary.steps):
         step += " as recorded (its unprofiled time is unknown)"
-    if summary.later_step_ns is not None:
+    best = next(iter(advice.tries), None)
+    if summary.later_step_ns is not None and (best is None or LATER_STEP not in best.evidence):
         step += f" (later ones {format_ns(summary.later_step_ns)})"
     late = describe_ranks(summary) if summary.compared and summary.compared.verdict.culprit else ""
-    best = next(iter(advice.tries), None)
     if best is None or best.other_step_ns is None:
         step += _describe_mean(summary)
     if late:
@@ -106,8 +106,10 @@ def _describe_mean(summary: Summary) -> str:
 
 def name_other_step(advice: Advice) -> str:
     """Return which step a Try makes shorter that is not the typical one, as the end of its time."""
-    if MEAN_STEP not in advice.evidence:
+    if DRAINED_STEP in advice.evidence:
         return "once the queue of its workers is empty"
+    if LATER_STEP in advice.evidence:
+        return "later on"
     return "on average of those seen" if "of_steps" in advice.evidence else "on average"
 
 
@@ -143,7 +145,8 @@ def describe_together(summary: Summary, advice: AdviceResult) -> str:
         return ""
     count = sum(proposal.after_ns is not None for proposal in advice.tries)
     after = f"{describe_interval(advice.together_ns)}{_samples_of(advice.tries)}"
-    return f"{_NUMBERS[count]}: {format_ns(summary.step_ns)} → {after}"
+    now_ns = later_part(summary, summary.step_ns) * summary.step_ns
+    return f"{_NUMBERS[count]}: {format_ns(now_ns)} → {after}"
 
 
 def _samples_of(tries: Sequence[Advice]) -> str:
