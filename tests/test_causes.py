@@ -2229,6 +2229,17 @@ def test_how_much_of_rare_steps_a_line_has_is_said_unless_it_has_most(tmp_path: 
     assert advise(half).cause == "one step in 10 takes 40 ms longer, 20 ms of it for torch.save"
     evaluating = replace(line(4 * MS, "inference", "model", line=50), error_ns=2 * MS)
     assert advise(evaluating).change.endswith("or on larger batches")
+    # What waits for the GPU first, and then takes long without a wait, computes on the CPU.
+    moves = replace(line(0, called="votes.to", line=48), waits=0.1)
+    counts = replace(line(4 * MS, called="votes.argmax", line=50), error_ns=2 * MS)
+    found = advise(counts, moves)
+    assert found.line is not None
+    assert found.line.line == 48
+    assert found.cause.endswith(", for votes.argmax, on the CPU, to which line 48 moves its tensors")
+    assert "on the CPU" not in advise(replace(counts, waiting_ns=3 * MS, waits=1.0), moves).cause
+    assert "on the CPU" not in advise(counts, replace(moves, line=52)).cause
+    assert "on the CPU" not in advise(evaluating, moves).cause
+    assert "on the CPU" in advise(evaluating, replace(moves, called="mels.cpu", waits=0.1)).cause
     manifest = json.loads((tmp_path / "manifest.json").read_text())
     manifest["conditions"] = {"autocast_dtypes": ["bfloat16"], "evaluates_without_autocast": True}
     (tmp_path / "manifest.json").write_text(json.dumps(manifest))

@@ -288,6 +288,9 @@ def _rare_steps(evidence: Evidence) -> Iterator[Cause]:
     # What else runs in these steps, as the rest of a rollout, stays.
     saved_ns = min(round(rare.lines_ns / every), mean_ns - evidence.now_ns)
     what, change = _explain_rare(evidence, rare, rare.line)
+    moved = _find_moved(evidence, rare, rare.line)
+    if moved is not None:
+        what, change = f"{what}, on the CPU, to which line {moved.line} moves its tensors", "leave them on the GPU"
     restarted = _find_restarted(evidence) if rare.line.phase == DATA else None
     if restarted is not None:
         argument = f"{'dataloader_' * evidence.is_in_trainer}persistent_workers=True"
@@ -299,7 +302,7 @@ def _rare_steps(evidence: Evidence) -> Iterator[Cause]:
         code="python",
         cause=cause,
         detail=detail,
-        line=restarted or source_line(rare.line),
+        line=restarted or source_line(moved or rare.line),
         change=change,
         answer=evidence.typical_instead_of(mean_ns, mean_ns - saved_ns),
         evidence={
@@ -310,6 +313,19 @@ def _rare_steps(evidence: Evidence) -> Iterator[Cause]:
             **({} if rare.every else {"of_steps": rare.of}),
         },
     )
+
+
+def _find_moved(evidence: Evidence, rare: RareSteps, line: LineTime) -> LineTime | None:
+    """Return the line that moves to the CPU what the longest line of rare steps computes with, which waits for nothing.
+
+    A method of tensors is done at once on a GPU. What ``.to()`` moves before a model is called goes to the GPU.
+    """
+    if line.waiting_ns > _OF_READS * line.time_ns:
+        return None
+    methods = ("cpu",) if line.phase == INFERENCE else ("cpu", "to")
+    waiting = [one for one in (*evidence.lines_of_rare_steps, *evidence.lines) if one.waits and one.method in methods]
+    before = [one for one in waiting for anchor in (line, rare.call) if anchor is not None and _is_above(one, anchor)]
+    return max(before, key=lambda one: one.line, default=None)
 
 
 def _find_restarted(evidence: Evidence) -> SourceLine | None:
