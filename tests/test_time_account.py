@@ -203,6 +203,7 @@ def test_a_recorded_step_that_is_rare_takes_no_idle_time_from_the_others(tmp_pat
     assert (idle.span_ns, idle.idle_ns) == (4 * usual, 4 * (usual - 40 * MS))
     assert sum(vars(idle.causes).values()) == idle.idle_ns
     assert "GPU busy 50.0% · idle 50.0% = 40.00 ms a step" in _screen(run)
+    assert "4 steps recorded, 1 rare one among them, which WORK and MODULE count" in _screen(run)
 
 
 def test_a_step_that_begins_while_the_one_before_runs_counts_no_time_twice(tmp_path: Path) -> None:

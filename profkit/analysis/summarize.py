@@ -258,6 +258,7 @@ def _steps(timed: StepTimes | None, recorded: TimeAccount | None = None) -> Iter
             (waits.clean_ns or None) if waits is not None and is_of_all else None,
             None if waits is None or waited_ns is None else waits.clean_ns - waited_ns,
             step.rare_count,
+            0 if step.recorded is None else int((~step.recorded.is_usual).sum()),
         )
 
 

@@ -197,7 +197,8 @@ class Head:
 class StepUse:
     """The step time in ns: without a profiler (over ``count`` steps) and as recorded.
 
-    Of the ``count`` steps ``rare_count`` are rare ones, which are left out of the time and of its spread.
+    Of the ``count`` steps ``rare_count`` are rare ones, which are left out of the time and of its spread; of those that
+    were recorded ``recorded_rare_count``, which are left out of the time alone.
 
     ``data_wait_ns`` is how long Python waits for data in an unprofiled step, on average, None if it waits for none: the
     GPU's work may hide some of that. ``hidden_wait_ns`` is as much of it as a full queue hid from the steps that were
@@ -213,6 +214,7 @@ class StepUse:
     data_wait_ns: float | None = None
     hidden_wait_ns: float | None = None
     rare_count: int = 0
+    recorded_rare_count: int = 0
 
     @property
     def best_ns(self) -> float | None:

@@ -256,7 +256,9 @@ def describe_step(summary: Summary) -> Iterator[str]:
     yield from [format_count(head.rank_count, "rank")] if head.rank_count > 1 else []
     if head.steps:
         drained = f" after {head.drained_steps} for a data loader's full queue" if head.drained_steps else ""
-        yield f"{format_count(head.steps, 'step')} recorded{drained}"
+        rare = sum(step.recorded_rare_count for step in summary.steps)
+        counted = f", {format_count(rare, 'rare one')} among them, which WORK and MODULE count" if rare else ""
+        yield f"{format_count(head.steps, 'step')} recorded{drained}{counted}"
     for step in summary.steps:
         if step.unprofiled_ns is not None and step.recorded_ns is not None:
             cost = format_change(step.recorded_ns / step.unprofiled_ns - 1)
