@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from functools import cache
 from itertools import accumulate, groupby
 from pathlib import PurePath
 
@@ -206,7 +207,7 @@ def foreach_time(durations: Sequence[int], world: World) -> int:
 
 
 def find_rows(columns: StepColumns, setting: Setting, holds: Callable[[str, str], bool]) -> list[int]:
-    rows = range(len(columns.row))
+    rows, holds = range(len(columns.row)), cache(holds)  # thousands of kernels have few names
     return [row for row in rows if holds(setting.name(columns, row), setting.category(columns, row))]
 
 
