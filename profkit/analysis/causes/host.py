@@ -65,6 +65,7 @@ _EVALUATES = re.compile("eval|valid", re.IGNORECASE)
 _MANY_READS, _READ_NS = 64, 40_000
 """So many values are read in a loop of a rare step; what takes no longer was there, and no forward pass waited for."""
 _OF_READS = 0.5
+_OF_ARRAYS = ("np.", "numpy.", "scipy.", "sklearn.")
 _LEAST_SHARE = 0.01
 _COVERED = 0.5
 """A line whose time is at least by this share long pauses between CUDA calls runs Python; else it prepares kernels."""
@@ -290,7 +291,7 @@ def _rare_steps(evidence: Evidence) -> Iterator[Cause]:
     what, change = _explain_rare(evidence, rare, rare.line)
     moved = _find_moved(evidence, rare, rare.line)
     if moved is not None:
-        what, change = f"{what}, on the CPU, to which line {moved.line} moves its tensors", "leave them on the GPU"
+        what, change = f"on the CPU, to which line {moved.line} moves tensors", "leave them on the GPU"
     restarted = _find_restarted(evidence) if rare.line.phase == DATA else None
     if restarted is not None:
         argument = f"{'dataloader_' * evidence.is_in_trainer}persistent_workers=True"
@@ -298,6 +299,8 @@ def _rare_steps(evidence: Evidence) -> Iterator[Cause]:
     cause, detail = f"{rare.which} {name_ms(rare.longer_ns)} longer", f", {what}"
     if not rare.is_explained:
         cause, detail = f"{cause}, {name_ms(rare.lines_ns)} of it {what}", ""
+    elif moved is not None:
+        cause, detail = f"{cause}, {what}", ""
     yield Cause(
         code="python",
         cause=cause,
@@ -320,7 +323,8 @@ def _find_moved(evidence: Evidence, rare: RareSteps, line: LineTime) -> LineTime
 
     A method of tensors is done at once on a GPU. What ``.to()`` moves before a model is called goes to the GPU.
     """
-    if line.waiting_ns > _OF_READS * line.time_ns:
+    is_tensors = "." in (line.called or "") and not (line.called or "").startswith(_OF_ARRAYS)
+    if line.waiting_ns > _OF_READS * line.time_ns or not is_tensors:
         return None
     methods = ("cpu",) if line.phase == INFERENCE else ("cpu", "to")
     waiting = [one for one in (*evidence.lines_of_rare_steps, *evidence.lines) if one.waits and one.method in methods]
