@@ -15,6 +15,7 @@ import pytest
 from profkit.analysis.causes.advice import MOST_TRIES, Advice, AdviceResult, _prove, _say_nothing, find_advice
 from profkit.analysis.causes.evidence import Cause, Evidence, SourceLine
 from profkit.analysis.causes.ranks import RANKS
+from profkit.analysis.lines import find_rare_steps
 from profkit.analysis.memory.places import PartRow
 from profkit.analysis.opened import OpenedCapture
 from profkit.analysis.ranks.culprit import Culprit
@@ -31,7 +32,7 @@ from profkit.report.page.step import _figures
 from profkit.run.compiled_code import Compilation, append_records
 from profkit.run.directory import Run
 from profkit.run.edits import parse_edits
-from profkit.run.lines import LineSteps, LineTime, split_lines, write_lines
+from profkit.run.lines import LineSteps, LineTime, RunLines, split_lines, write_lines
 from profkit.run.manifest import Manifest
 from profkit.text_kinds import LEFT_OUT
 from tests.allocator_reference import MIB, Block
@@ -2120,7 +2121,7 @@ def loader(workers: int, **more: Any) -> dict[str, Any]:
 def test_too_few_workers_are_named_where_their_number_is_written(tmp_path: Path) -> None:
     """Where more than a usual number are needed the dataset is what is slow; its line is named in any case."""
     found = []
-    for workers, batch_ns in ((0, 0), (1, 20 * MS), (1, 80 * MS)):
+    for workers, batch_ns in ((0, 0), (1, 20 * MS), (1, 30 * MS), (1, 80 * MS)):
         program, given = (
             loads(5 * MS) if not workers else with_workers(5 * MS, 64, batch_ns, workers=1, batch_ns=batch_ns)
         )
@@ -2133,6 +2134,7 @@ def test_too_few_workers_are_named_where_their_number_is_written(tmp_path: Path)
     assert found == [
         (80, "the DataLoader has no workers: Image.open at data.py:12 runs in the step"),
         (80, "1 worker of the DataLoader makes a batch every 20 ms, mostly in resize at data.py:12"),
+        (80, "1 worker of the DataLoader makes a batch every 30 ms, mostly in resize at data.py:12"),
         (12, "1 worker of the DataLoader makes a batch every 80 ms"),
     ]
 
@@ -2243,6 +2245,17 @@ def test_how_much_of_rare_steps_a_line_has_is_said_unless_it_has_most(tmp_path: 
     moves = replace(moves, called="mels.cpu")
     assert "on the CPU" not in advise(evaluating, moves).cause
     assert "on the CPU" in advise(replace(evaluating, called="torch.istft"), moves).cause
+    # A copy that takes most itself, and not what it waits for.
+    copies = replace(line(3 * MS, called="logits.cpu", line=47), waits=0.1, waiting_ns=3 * MS, error_ns=3 * MS // 2)
+    found = advise(copies, replace(counts, time_ns=MS, error_ns=MS // 2), moves)
+    assert found.line is not None
+    assert found.line.line == 47
+    assert "on the CPU" not in advise(replace(copies, called="loss.item"), moves).cause
+    for passes_ns, copy in ((10 * MS, copies.place), (30 * MS, None)):
+        evaluating_steps = [{**step, "inference_event_ns": (step["step_ns"] > usual) * passes_ns} for step in steps]
+        rare = find_rare_steps(RunLines(LineSteps(tuple(evaluating_steps)), (copies,)))
+        assert rare is not None
+        assert (rare.copy and rare.copy.place) == copy
     manifest = json.loads((tmp_path / "manifest.json").read_text())
     manifest["conditions"] = {"autocast_dtypes": ["bfloat16"], "evaluates_without_autocast": True}
     (tmp_path / "manifest.json").write_text(json.dumps(manifest))

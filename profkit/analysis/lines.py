@@ -26,7 +26,7 @@ from profkit.analysis.time_account.step_times import (
     settle_waits,
 )
 from profkit.errors import Finding, RunError
-from profkit.names import DATA, INFERENCE, STEP
+from profkit.names import DATA, EVALUATION, INFERENCE, STEP
 from profkit.run.directory import Run
 from profkit.run.lines import FEWEST_SAMPLES, NEAR, CallTree, LineTime, RunLines, calls_backward, lines_of_trainers
 from profkit.run.manifest import Samples
@@ -233,6 +233,7 @@ class RareSteps:
     is not known; the steps that were timed before are among them. ``line`` is the longest of those that ran in them
     alone, None if there was none; with those that stand near it, it takes ``lines_ns`` of such a step, on average.
     ``call`` is the line in whose call it ran if that is what takes so long, and ``line`` has only most of it.
+    ``copy`` is a line that moves tensors to the CPU for longer than anything else takes, passes of the model included.
     """
 
     count: int
@@ -242,6 +243,7 @@ class RareSteps:
     line: LineTime | None
     lines_ns: int = 0
     call: LineTime | None = None
+    copy: LineTime | None = None
 
     @property
     def which(self) -> str:
@@ -322,7 +324,21 @@ def find_rare_steps(found: RunLines, timed: Sequence[Mapping[str, int]] = ()) ->
         most,
         round(lines_ns * len(times) / len(rare)),
         line if most is not line else None,
+        _find_copy(innermost, longer_ns / len(times), found.steps.steps, rare),
     )
+
+
+def _find_copy(
+    lines: Sequence[LineTime], longer_ns: float, steps: Sequence[Mapping[str, int]], rare: Sequence[int]
+) -> LineTime | None:
+    """Return the line that copies to the CPU for most of ``longer_ns``, both as means of all steps.
+
+    It also waits for what the GPU was given before: for passes without gradients, of which the steps have the times.
+    """
+    passes = (step.get(f"{phase}_event_ns", 0) for step in (steps[at] for at in rare) for phase in EVALUATION)
+    least_ns = max(_COVERED * longer_ns, 2 * sum(passes) / len(steps))
+    copies = [line for line in lines if line.waits and line.method in ("cpu", "to") and line.time_ns > least_ns]
+    return max(copies, key=lambda line: line.time_ns, default=None)
 
 
 def _split_waits(steps: Iterable[Mapping[str, int]]) -> tuple[list[int], list[int]]:

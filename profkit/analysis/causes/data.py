@@ -45,8 +45,8 @@ _SPARE = 2.0
 """By how much workers that keep up are faster than the step: batches come unevenly, so that at 1.5 it waits."""
 _NEARLY = 2.0
 """More workers are the simpler change, as long as the step takes no more than so many times its pace with them."""
-_USUAL_WORKERS = 8
-"""Where more would be needed, it is the dataset that is slow."""
+_USUAL_WORKERS, _USUAL_OF_FEW, _TIMES_MORE = 8, 12, 4
+"""Where more would be needed, it is the dataset that is slow; some more are usual if that is so many times as many."""
 _COLLATING = ("collate.", "fetch.")
 """Files of torch's whose functions get samples one by one, and put them together."""
 _CONVERTING = ("float", "half", "bfloat16", "double", "long", "int", "type")
@@ -253,8 +253,9 @@ def describe_loader(evidence: Evidence, waited_ns: int, workers: int, pinned: st
 
 
 def _are_too_few(evidence: Evidence, workers: int) -> bool:
-    """Return whether a usual number of workers is enough, so that there are too few."""
-    return evidence.facts.workers < workers <= _USUAL_WORKERS
+    """Return whether a usual number of workers is enough, of very few some more, so that there are too few."""
+    have = evidence.facts.workers
+    return have < workers <= (_USUAL_OF_FEW if 0 < _TIMES_MORE * have <= workers else _USUAL_WORKERS)
 
 
 def _find_slowest(evidence: Evidence, workers: int) -> str:

@@ -321,15 +321,18 @@ def _rare_steps(evidence: Evidence) -> Iterator[Cause]:
 def _find_moved(evidence: Evidence, rare: RareSteps, line: LineTime) -> LineTime | None:
     """Return the line that moves to the CPU what the longest line of rare steps computes with, which waits for nothing.
 
-    A method of tensors is done at once on a GPU. What ``.to()`` moves before a model is called goes to the GPU.
+    Or that which takes most of them by itself. A method of tensors is done at once on a GPU. What ``.to()`` moves before
+    a model is called goes to the GPU.
     """
+    if rare.copy is not None:
+        return rare.copy
     is_tensors = "." in (line.called or "") and not (line.called or "").startswith(_OF_ARRAYS)
     if line.waiting_ns > _OF_READS * line.time_ns or not is_tensors:
         return None
     methods = ("cpu",) if line.phase == INFERENCE else ("cpu", "to")
     waiting = [one for one in (*evidence.lines_of_rare_steps, *evidence.lines) if one.waits and one.method in methods]
     before = [one for one in waiting for anchor in (line, rare.call) if anchor is not None and _is_above(one, anchor)]
-    return max(before, key=lambda one: one.line, default=None)
+    return max(before, key=lambda one: (one.waiting_ns, one.line), default=None)
 
 
 def _find_restarted(evidence: Evidence) -> SourceLine | None:

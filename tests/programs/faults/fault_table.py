@@ -18,7 +18,8 @@ def judge(row: dict[str, Any]) -> dict[str, Any]:
     """Return whether a fault was named, by which Try, and whether the true step after lies in its interval."""
     fault, tries = row["fault"], row["summary"].get("advice", [])
     right = [(number, one) for number, one in enumerate(tries, 1) if one["code"] in fault["codes"]]
-    number, chosen = next(iter(right), (None, None))
+    placed = [(number, one) for number, one in right if _has_place(one, row)]
+    number, chosen = next(iter(placed or right), (None, None))
     after = None if chosen is None else chosen["after_ns"]
     truth = row["truth_ms"]["after"] if chosen is None else _true_after(chosen, row)
     return {
