@@ -321,8 +321,8 @@ def _rare_steps(evidence: Evidence) -> Iterator[Cause]:
 def _find_moved(evidence: Evidence, rare: RareSteps, line: LineTime) -> LineTime | None:
     """Return the line that moves to the CPU what the longest line of rare steps computes with, which waits for nothing.
 
-    Or that which takes most of them by itself. A method of tensors is done at once on a GPU. What ``.to()`` moves before
-    a model is called goes to the GPU.
+    Or that which takes most of them by itself. On a GPU a method of tensors is done at once. What ``.to()`` moves
+    before a model is called goes to the GPU.
     """
     if rare.copy is not None:
         return rare.copy
