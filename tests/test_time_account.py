@@ -203,6 +203,9 @@ def test_a_recorded_step_that_is_rare_takes_no_idle_time_from_the_others(tmp_pat
     assert (idle.span_ns, idle.idle_ns) == (4 * usual, 4 * (usual - 40 * MS))
     assert sum(vars(idle.causes).values()) == idle.idle_ns
     assert "GPU busy 50.0% · idle 50.0% = 40.00 ms a step" in _screen(run)
+    tree = divide_step(read_trace(run).account, None, (), usual)
+    assert tree is not None
+    assert {part.kind: part.time_ns for part in tree.parts}["computing"] == 40 * MS
     assert "4 steps recorded, 1 rare one among them, which WORK and MODULE count" in _screen(run)
 
 

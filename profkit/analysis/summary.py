@@ -108,7 +108,7 @@ def _join(parts: Iterable[StepPart]) -> Iterator[StepPart]:
 
 
 def _by_gpu_time(account: TimeAccount) -> Iterator[tuple[Kind, int]]:
-    parts, idle = account.sum_parts()[0], account.idle_time()
+    parts, idle = account.sum_parts(account.usual)[0], account.idle_time(account.usual)
     yield Limit.COMPUTING, parts.computing_ns
     yield Limit.COMMUNICATING, idle.exposed_communication_ns(parts)
     yield Limit.COPYING, parts.exposed_copy_ns

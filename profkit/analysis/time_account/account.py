@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, fields
-from functools import partial
+from functools import cached_property, partial
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -114,6 +114,19 @@ class TimeAccount:
     def step(self) -> Ints:
         return self.windows.member
 
+    @cached_property
+    def usual(self) -> Bools:
+        """Which rows are not of rare steps; all of a context's on one GPU where it is not known which these are."""
+        usual = np.ones(len(self), dtype=np.bool_)
+        for context in () if self.timed is None else self.timed.contexts:
+            times = self._times(STEP, context)
+            if times is None or times.recorded is None:
+                continue
+            for rows in self._by_gpu(self.context == _number(context)):
+                if len(times.recorded.is_usual) == rows.sum():
+                    usual[rows] = times.recorded.is_usual
+        return usual
+
     def step_ns(self, context: int | None = None) -> float | None:
         """Return the unprofiled step time; None if it was not taken."""
         times = self._times(STEP, context)
@@ -200,7 +213,8 @@ class TimeAccount:
         A recorded step that is rare, in which a model is evaluated, say, is busy for longer than a typical one takes.
         """
         mine = rows & (self.context == _number(context))
-        usual = self._usual(context, mine)
+        usual = mine & self.usual
+        usual = usual if usual.any() else mine
         parts, data = self.sum_parts(usual)
         count, step_ns = int(usual.sum()), self.step_ns(context) or 0.0
         idle_ns = max(round(step_ns * count) - parts.busy_ns, 0)
@@ -211,16 +225,6 @@ class TimeAccount:
             causes = IdleCauses(*share_out(idle_ns, astuple(causes)))
             count = whole
         return IdleTime(round(step_ns * count), idle_ns, causes, is_unprofiled=True)
-
-    def _usual(self, context: int | None, rows: Bools) -> Bools:
-        """Return these rows of one GPU without those of rare steps; all where it is not known which these are."""
-        times = self._times(STEP, context)
-        is_usual = None if times is None or times.recorded is None else times.recorded.is_usual
-        if is_usual is None or len(is_usual) != rows.sum() or not is_usual.any():
-            return rows
-        usual = rows.copy()
-        usual[np.flatnonzero(rows)] = is_usual
-        return usual
 
 
 def recorded_idle(parts: GpuParts, data: DataWait) -> IdleTime:
