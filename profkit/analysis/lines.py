@@ -337,7 +337,7 @@ def _find_copy(
     """
     passes = (step.get(f"{phase}_event_ns", 0) for step in (steps[at] for at in rare) for phase in EVALUATION)
     least_ns = max(_COVERED * longer_ns, 2 * sum(passes) / len(steps))
-    copies = [line for line in lines if line.waits and line.method in ("cpu", "to") and line.time_ns > least_ns]
+    copies = [line for line in lines if line.may_move_to_cpu and line.time_ns > least_ns]
     return max(copies, key=lambda line: line.time_ns, default=None)
 
 

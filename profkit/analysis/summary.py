@@ -393,10 +393,11 @@ class Summary:
         timed = (use.unprofiled_ns - (use.data_wait_ns or 0) for use in self.steps if use.unprofiled_ns)
         return min(timed, default=0.0)
 
-    @property
-    def shorter_later_ns(self) -> float:
-        """Return by how much the steps that followed are shorter than those that were timed; 0 if not by far."""
-        return 0.0 if self.later_step_ns is None else self.without_waits_ns - self.later_step_ns
+    def later_part(self, now_ns: float) -> float:
+        """Return what is left of ``now_ns``, a step as it was timed, once steps have become as short as later ones."""
+        if self.later_step_ns is None or not now_ns:
+            return 1.0
+        return max(0.0, 1 - (self.without_waits_ns - self.later_step_ns) / now_ns)
 
     @property
     def idle_ns(self) -> float:

@@ -115,6 +115,11 @@ class LineTime:
         return (self.waits_in or self.called or "").rpartition(".")[2] in ("to", "cuda")
 
     @property
+    def may_move_to_cpu(self) -> bool:
+        """Whether it waits for the GPU in ``.cpu()``, or in ``.to()``, which may lead to the GPU as well."""
+        return self.waits > 0 and self.method in ("cpu", "to")
+
+    @property
     def identity(self) -> tuple[object, ...]:
         return self.file, self.line, self.function, self.called, self.phase, self.thread
 

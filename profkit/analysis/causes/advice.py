@@ -264,7 +264,7 @@ def _printed_share(evidence: Evidence, cause: Cause) -> float:
 def _predict_together(evidence: Evidence, causes: Sequence[Cause]) -> Interval | None:
     if len([cause for cause in causes if cause.changes]) > 1:
         after = _interval(evidence.predict(_changes_of(causes)))
-        return None if after is None else _scaled(after, later_part(evidence.summary, evidence.now_ns))
+        return None if after is None else _scaled(after, evidence.summary.later_part(evidence.now_ns))
     answers = [cause.answer for cause in causes if cause.answer is not None]
     if evidence.cpu_step is not None and len(answers) > 1:
         return _interval(evidence.cpu_step.without_all(answers))
@@ -410,11 +410,6 @@ def _scaled(interval: Interval, part: float) -> Interval:
     return Interval(*(round(part * time_ns) for time_ns in (interval.low, interval.expected, interval.high)))
 
 
-def later_part(summary: Summary, now_ns: float) -> float:
-    """Return what is left of ``now_ns``, a step as it was timed, once steps have become as short as later ones are."""
-    return max(0.0, 1 - summary.shorter_later_ns / now_ns) if now_ns else 1.0
-
-
 def _advise(evidence: Evidence, cause: Cause) -> Advice:
     answer, figures = cause.answer, cause.evidence
     if answer is None and cause.changes and evidence.replay is not None:
@@ -422,7 +417,7 @@ def _advise(evidence: Evidence, cause: Cause) -> Advice:
     after, saves = None if answer is None else _interval(answer), None
     if answer is not None and after is not None:
         now_ns, spread_ns = answer.now_ns or 0, evidence.spread_ns
-        if DRAINED_STEP not in figures and (part := later_part(evidence.summary, now_ns)) != 1:
+        if DRAINED_STEP not in figures and (part := evidence.summary.later_part(now_ns)) != 1:
             after, now_ns, spread_ns = _scaled(after, part), round(part * now_ns), round(part * spread_ns)
             figures = {**figures, MEAN_STEP if MEAN_STEP in figures else LATER_STEP: now_ns}
         saves = Interval(now_ns - after.high - spread_ns, now_ns - after.expected, now_ns - after.low + spread_ns)

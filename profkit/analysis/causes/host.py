@@ -329,9 +329,10 @@ def _find_moved(evidence: Evidence, rare: RareSteps, line: LineTime) -> LineTime
     is_tensors = "." in (line.called or "") and not (line.called or "").startswith(_OF_ARRAYS)
     if line.waiting_ns > _OF_READS * line.time_ns or not is_tensors:
         return None
-    methods = ("cpu",) if line.phase == INFERENCE else ("cpu", "to")
-    waiting = [one for one in (*evidence.lines_of_rare_steps, *evidence.lines) if one.waits and one.method in methods]
-    before = [one for one in waiting for anchor in (line, rare.call) if anchor is not None and _is_above(one, anchor)]
+    moves = [one for one in (*evidence.lines_of_rare_steps, *evidence.lines) if one.may_move_to_cpu]
+    if line.phase == INFERENCE:
+        moves = [one for one in moves if one.method == "cpu"]
+    before = [one for one in moves for anchor in (line, rare.call) if anchor is not None and _is_above(one, anchor)]
     return max(before, key=lambda one: (one.waiting_ns, one.line), default=None)
 
 

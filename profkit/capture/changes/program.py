@@ -359,7 +359,6 @@ class Workers(_LoaderChange):
     """How many were seen to run at once; a script that has ended has none."""
 
     def step_begins(self) -> None:
-        super().step_begins()
         if self.refusal is None and self._running < int(self.argument):
             self._running = max(self._running, len(active_children()))
 

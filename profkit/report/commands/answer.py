@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from profkit.analysis.causes.advice import Advice, AdviceResult, find_advice, later_part
+from profkit.analysis.causes.advice import Advice, AdviceResult, find_advice
 from profkit.analysis.causes.evidence import DRAINED_STEP, LATER_STEP, Interval
 from profkit.analysis.opened import OpenedCapture
 from profkit.analysis.step_replay.limits import OUTSIDE, Limit
@@ -145,7 +145,7 @@ def describe_together(summary: Summary, advice: AdviceResult) -> str:
         return ""
     count = sum(proposal.after_ns is not None for proposal in advice.tries)
     after = f"{describe_interval(advice.together_ns)}{_samples_of(advice.tries)}"
-    now_ns = later_part(summary, summary.step_ns) * summary.step_ns
+    now_ns = summary.later_part(summary.step_ns) * summary.step_ns
     return f"{_NUMBERS[count]}: {format_ns(now_ns)} → {after}"
 
 
